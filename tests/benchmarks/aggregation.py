@@ -158,7 +158,7 @@ def priced(row: Row, between: Line, inside: Line) -> Row:
     )
 
 
-def kept() -> Report:
+def repriced() -> Report:
     """The report that is committed: measured then, predicted by the code as it is now."""
     report = Report.load(REPORT)
     rows = tuple(priced(row, report.between, report.inside) for row in report.rows)
@@ -172,9 +172,9 @@ def measure() -> Report:
     with star(4, rate_bytes_per_s=RATE_BYTES_PER_S) as nodes:
         around = measured(nodes, 1)
     with two_nodes(rate_bytes_per_s=RATE_BYTES_PER_S) as pair:
-        beside = measured(pair, 2)
+        across = measured(pair, 2)
     between = Line.model_validate(around["line"])
-    inside = Line.model_validate(beside["line"])
+    inside = Line.model_validate(across["line"])
     return Report(
         measured_at=datetime.now(UTC).strftime("%Y-%m-%d"),
         machine=f"{os.cpu_count()} cores",
@@ -182,7 +182,7 @@ def measure() -> Report:
         line_bytes_per_s=RATE_BYTES_PER_S,
         between=between,
         inside=inside,
-        rows=(*rows_of(around, between, inside), *rows_of(beside, between, inside)),
+        rows=(*rows_of(around, between, inside), *rows_of(across, between, inside)),
     )
 
 
@@ -234,9 +234,11 @@ def _rank(path: str) -> None:
                 for work in dist.batch_isend_irecv(ops):
                     work.wait()
                 seconds.append(time.perf_counter() - began)
-        told = torch.tensor(statistics.median(seconds) if seconds else 0.0, dtype=torch.float64)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return float(told)
+        slowest_s = torch.tensor(
+            statistics.median(seconds) if seconds else 0.0, dtype=torch.float64
+        )
+        dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+        return float(slowest_s)
 
     def one(kind: Aggregation, group: dist.ProcessGroup, size: int, devices: int) -> list[float]:
         """(seconds of the slowest rank, bytes of the busiest card)."""

@@ -40,7 +40,7 @@ def main() -> None:
         seconds = time.perf_counter() - start
         measured = measure(model, batch)
         costs = [unit.cost(Numerics.AS_BUILT) for unit in profile.units]
-        kept = sum(cost.activation_bytes.at(profile.samples) for cost in costs)
+        saved_bytes = sum(cost.activation_bytes.at(profile.samples) for cost in costs)
         flow = profile.flow
         changed = sum(value.is_overwritten for call in flow.calls for value in call.values)
         print(
@@ -48,7 +48,7 @@ def main() -> None:
             f" {len(flow.calls):5} {len(flow.edges):5} {len(flow.called_again()):5}"
             f" {changed:7} {len(profile.tied):4}"
             f" {profile.flop(profile.samples) / measured.flop - 1:+8.2%}"
-            f" {kept / measured.saved_bytes - 1:+9.3%} {seconds:5.1f} s",
+            f" {saved_bytes / measured.saved_bytes - 1:+9.3%} {seconds:5.1f} s",
             flush=True,
         )
 

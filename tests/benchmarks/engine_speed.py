@@ -143,9 +143,9 @@ def timed(name: str, steps: int) -> list[tuple[Lap, Lap]]:
     results = []
     for number in range(WARM_UP + steps):
         order = (0, 1) if number % 2 else (1, 0)
-        laps = {variant: lap(variants[variant]) for variant in order}
+        laps_of = {variant: lap(variants[variant]) for variant in order}
         if number >= WARM_UP:
-            results.append((laps[0], laps[1]))
+            results.append((laps_of[0], laps_of[1]))
     return results
 
 
@@ -159,11 +159,11 @@ def lap(step: Step) -> Lap:
     return Lap(time.perf_counter() - start, used)
 
 
-def held(name: str, ours: bool) -> int:
+def peak_tensor_bytes(name: str, ours: bool) -> int:
     """Most bytes of live tensors on this rank in a step, of all it has since before the model."""
-    from tests.contract.watch import Held
+    from tests.contract.watch import LiveBytes
 
-    watched = Held([])
+    watched = LiveBytes([])
     with watched:
         step = build(CASES[name], ours=ours)
         step()
@@ -180,13 +180,15 @@ def compare(name: str, *, steps: int) -> Result | str:
     if case.needs and importlib.util.find_spec(case.needs) is None:
         return f"{case.needs} is not installed"
     try:
-        laps = _run(timed, case, name, steps)
-        ours, theirs = (max(_run(held, case, name, is_ours)) for is_ours in (True, False))
+        pairs = _run(timed, case, name, steps)
+        ours, theirs = (
+            max(_run(peak_tensor_bytes, case, name, is_ours)) for is_ours in (True, False)
+        )
     except RankFailure as error:
         return _reason(str(error))
-    ours_s, theirs_s = ([pair[side].clock_s for pair in laps[0]] for side in (0, 1))
+    ours_s, theirs_s = ([pair[side].clock_s for pair in pairs[0]] for side in (0, 1))
     ours_cpu_s, theirs_cpu_s = (
-        [sum(lap[side].cpu_s for lap in ranks) for ranks in zip(*laps, strict=True)]
+        [sum(lap[side].cpu_s for lap in ranks) for ranks in zip(*pairs, strict=True)]
         for side in (0, 1)
     )
     ratios = [a / b for a, b in zip(ours_s, theirs_s, strict=True)]

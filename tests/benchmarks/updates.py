@@ -192,11 +192,11 @@ def _rank(path: str) -> None:
         report = parallel.update_report
         parallel.synchronise()
         dist.barrier()  # nobody leaves before all are done
-        told: list[tuple[float, float, str]] = [(0.0, 0.0, "")] * RANKS
+        results: list[tuple[float, float, str]] = [(0.0, 0.0, "")] * RANKS
         mine = statistics.fmean(seconds[WARM_UP:]), sent, str(report) if report else ""
-        dist.all_gather_object(told, mine)
-        workers = sorted(told[plan.servers : RANKS - 1])
-        return workers[len(workers) // 2][0], workers[len(workers) // 2][1], told[0][2]
+        dist.all_gather_object(results, mine)
+        workers = sorted(results[plan.servers : RANKS - 1])
+        return workers[len(workers) // 2][0], workers[len(workers) // 2][1], results[0][2]
 
     def predicted(plan: Plan, sleep_s: float) -> Estimate:
         """With a straggler that is late by so much."""

@@ -27,7 +27,7 @@ from profiles.torch_compat import tensors_in
 from tests.contract.fake_world import fake_rank
 from tests.contract.subjects import Decoder, batch_of
 from tests.contract.watch import (
-    Held,
+    LiveBytes,
     Messages,
     Sent,
     facts_of,
@@ -201,7 +201,7 @@ def compared(subject: Subject, rank: int) -> Compared:
         hook.remove()
         # Gathered parameters and autocast's copies are held as well, and charged elsewhere.
         is_plain = not plan.data_parallel.is_sharded and plan.precision is Precision.FP32
-        kept = _kept(parallel, batch_of(ROWS)) if is_plain else None
+        activations = _saved_activations(parallel, batch_of(ROWS)) if is_plain else None
     model = CostModel(facts_of(plan, subject.profile))
     position = rank // (plan.world_size // plan.pp)
     return Compared(
@@ -210,7 +210,7 @@ def compared(subject: Subject, rank: int) -> Compared:
         charged=charged(model, plan, position),
         states=states[0],
         charged_states=_charged_states(model, plan, position),
-        activations=kept,
+        activations=activations,
         charged_activations=_charged_activations(model, plan, position),
     )
 
@@ -249,7 +249,7 @@ def _states(parallel: ParallelModel) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _kept(parallel: ParallelModel, batch: Batch) -> int:
+def _saved_activations(parallel: ParallelModel, batch: Batch) -> int:
     """Bytes that a forward of every stage leaves for its backward.
 
     What arrives over a border is kept by the first unit of a stage; what leaves it belongs to the
@@ -272,11 +272,11 @@ def _kept(parallel: ParallelModel, batch: Batch) -> int:
 
 def _left(run: Callable[[], object], known: Sequence[Tensor], arrived: Sequence[Tensor]) -> int:
     """Bytes that stay allocated after a call, without those that it returns; `arrived` counts."""
-    held = Held([*known, *arrived])
-    before = held.now()
-    with held:
+    watched = LiveBytes([*known, *arrived])
+    before = watched.now()
+    with watched:
         output = run()
     gc.collect()  # a forward that ends early leaves frames that hold each other
     returned = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_in(output)}
-    made = held.now() - before - sum(storage.nbytes() for storage in returned.values())
+    made = watched.now() - before - sum(storage.nbytes() for storage in returned.values())
     return made + sum(tensor.nbytes for tensor in arrived)

@@ -36,7 +36,7 @@ CASE = Case(_layers, _batch, F.cross_entropy)
 
 
 def _sent(text: str) -> tuple[Calls, Calls]:
-    """What one step sends, after DDP has settled on its buckets, and what it is charged."""
+    """Messages of one step after DDP has settled on its buckets, and those it is charged."""
     model, plan = CASE.build(), Plan.parse(text)
     profile = profile_of(CASE, model, ROWS)
     parallel = apply_plan(model, plan, profile=profile, cluster=cpu_ranks(2), loss_fn=CASE.loss_fn)

@@ -9,7 +9,7 @@ from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from engines.plan import Plan
 from profiles.capture.capture import capture
 from profiles.model.profile import LOSS, ModelProfile, Numerics
-from tests.contract.watch import Held, prediction
+from tests.contract.watch import LiveBytes, prediction
 
 ROWS, TOKENS = 4, 64
 VOCABULARIES = (32_768, 131_072)
@@ -28,7 +28,7 @@ def _batch(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _peaks(vocabulary: int, *, autocast: bool) -> tuple[int, int, int]:
     """Most bytes beside parameters and batch until the end of forward, loss and backward."""
     model, (ids, targets) = _model(vocabulary), _batch(vocabulary)
-    watched = Held([*model.parameters(), ids])
+    watched = LiveBytes([*model.parameters(), ids])
     before = watched.peak_bytes = watched.now()
     with watched:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -51,11 +51,11 @@ def test_forward_loss_and_backward_peak_as_captured(vocabulary: int, numerics: N
     is_autocast = numerics is Numerics.BF16_AUTOCAST
     profile = _profile(vocabulary)
     costs = {unit.name: unit.cost(numerics) for unit in profile.units}
-    kept = [cost.activation_bytes.at(ROWS) for name, cost in costs.items() if name != LOSS]
+    saved = [cost.activation_bytes.at(ROWS) for name, cost in costs.items() if name != LOSS]
     # Autocast's copies of the matrices: all of them, for the head is the embedding.
     matrices = sum(p.nbytes for n, p in _model(vocabulary).named_parameters() if p.dim() == 2)
     position = 4 * TOKENS * 64  # looked up, not multiplied
-    before = sum(kept) + (matrices - position) / 2 * is_autocast
+    before = sum(saved) + (matrices - position) / 2 * is_autocast
     head, last = costs["head"], costs[LOSS]
     predicted = (
         before + head.forward_transient_bytes.at(ROWS),

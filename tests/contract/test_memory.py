@@ -13,7 +13,7 @@ from engines.plan import DataParallel, Plan
 from profiles.capture.batch import Batch
 from profiles.capture.capture import capture
 from profiles.model.profile import ModelProfile, Numerics
-from tests.contract.watch import Held, gradients, local, optimizer_states, prediction
+from tests.contract.watch import LiveBytes, gradients, local, optimizer_states, prediction
 from tests.engines.cases import TinyGPT, cpu_ranks, token_loss
 from tests.workers import Pool
 
@@ -108,14 +108,14 @@ def _measure(subject: Subject, plan: Plan, profile: ModelProfile) -> Found:
     hook = parallel.optimizer.register_step_pre_hook(lambda *_: reduced.extend(gradients(parallel)))
     parallel.train_step(batch)
     hook.remove()
-    parameters, kept = list(map(local, parallel.parameters())), optimizer_states(parallel)
-    moments = [tensor for tensor in kept if tensor.dim() > 0]
+    parameters, optimizer = list(map(local, parallel.parameters())), optimizer_states(parallel)
+    moments = [tensor for tensor in optimizer if tensor.dim() > 0]
     parts = {"parameters": parameters, "gradients": reduced, "optimizer": moments}
     states = {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in parts.items()}
     # DDP's buckets are made in C++; gradients are views of them, and they stay between steps.
     buckets = reduced if plan.data_parallel is DataParallel.REPLICATE else []
-    watched = Held([*parameters, *kept, *buckets, *batch])
-    del parameters, kept, moments, buckets, parts
+    watched = LiveBytes([*parameters, *optimizer, *buckets, *batch])
+    del parameters, optimizer, moments, buckets, parts
     reduced.clear()
     before = watched.now()
     peaks = []
@@ -143,8 +143,10 @@ def measured(pool: Pool, profiles: dict[str, ModelProfile]) -> dict[tuple[str, s
     """Memory of rank 0 by model and plan; every dimension divides, so all ranks are equal."""
     results = {}
     for (name, ranks), plans in PLANS.items():
-        told = pool.run(_measured, name, plans, profiles[name], world_size=ranks, timeout_s=120)
-        results |= {(name, plan): of for plan, of in zip(plans, told[0], strict=True)}
+        results_of_ranks = pool.run(
+            _measured, name, plans, profiles[name], world_size=ranks, timeout_s=120
+        )
+        results |= {(name, plan): of for plan, of in zip(plans, results_of_ranks[0], strict=True)}
     return results
 
 

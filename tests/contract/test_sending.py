@@ -20,7 +20,7 @@ from engines.plan import Aggregation, Plan
 from profiles.capture.capture import capture
 from profiles.machine.cluster import Collective
 from profiles.model.profile import ModelProfile, Numerics
-from tests.contract.watch import Held, Messages, facts_of
+from tests.contract.watch import LiveBytes, Messages, facts_of
 from tests.engines.cases import CASES, cpu_ranks
 from tests.workers import Pool
 
@@ -85,9 +85,9 @@ def _stepped(profile: ModelProfile) -> list[tuple[Sums, int]]:
             sums[kind] += payload * count
         if "powersgd" in words:  # its later sums begin in threads of gloo, which nobody watches
             sums[Collective.ALL_REDUCE] = reductions.total_bytes
-        kept = [s for s in gc.get_objects() if type(s) is PowerSGDState]
-        results.append((sums, sum(e.nbytes for s in kept for e in s.error_dict.values())))
-        del parallel, kept
+        hooks = [s for s in gc.get_objects() if type(s) is PowerSGDState]
+        results.append((sums, sum(e.nbytes for s in hooks for e in s.error_dict.values())))
+        del parallel, hooks
         gc.collect()
     return results
 
@@ -106,9 +106,9 @@ def test_the_bytes_charged_are_the_bytes_sent(pool: Pool) -> None:
     gradients = sum(unit.gradient_bytes for unit in profile.units)
     for words, ranks in zip(PLANS, zip(*stepped, strict=True), strict=True):
         called, charged = Counter[Collective](), Counter[Collective]()
-        for sums, kept in ranks:
+        for sums, errors_bytes in ranks:
             called.update(sums)
-            assert kept == (gradients if "powersgd" in words else 0), words
+            assert errors_bytes == (gradients if "powersgd" in words else 0), words
         actual = _charged(words, profile)
         for item in actual.traffic:
             charged[item.kind] += round(item.payload_bytes * item.count * RANKS)
@@ -117,21 +117,21 @@ def test_the_bytes_charged_are_the_bytes_sent(pool: Pool) -> None:
             assert actual.peak_bytes - plain == gradients
 
 
-def _held() -> dict[str, int]:
+def _aggregation_buffers() -> dict[str, int]:
     """Bytes beside a tensor of a million while it is summed up."""
     results = {}
     for kind in Aggregation:
         tensor = torch.ones(250_000)
-        with Held([tensor]) as held:
-            before = held.now()
+        with LiveBytes([tensor]) as watched:
+            before = watched.now()
             aggregate(tensor, kind=kind, per_node=RANKS // NODES)
-        results[kind.value] = max(held.peak_bytes, before) - before
+        results[kind.value] = max(watched.peak_bytes, before) - before
     return results
 
 
 def test_the_buffers_charged_are_the_buffers_taken(pool: Pool) -> None:
     """Of the rank that takes most."""
-    ranks = pool.run(_held, world_size=RANKS)
+    ranks = pool.run(_aggregation_buffers, world_size=RANKS)
     for kind in Aggregation:
         share = buffer_share(kind, RANKS, per_node=RANKS // NODES)
         assert max(rank[kind.value] for rank in ranks) == share * 1_000_000, kind

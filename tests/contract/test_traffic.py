@@ -79,9 +79,12 @@ def called(pool: Pool, profiles: dict[str, ModelProfile]) -> dict[tuple[str, str
     """The collectives of every rank, by model and plan."""
     results = {}
     for (name, ranks), plans in PLANS.items():
-        told = pool.run(_called, name, plans, profiles[name], None, world_size=ranks, timeout_s=120)
+        calls_of_ranks = pool.run(
+            _called, name, plans, profiles[name], None, world_size=ranks, timeout_s=120
+        )
         results |= {
-            (name, plan): list(of) for plan, of in zip(plans, zip(*told, strict=True), strict=True)
+            (name, plan): list(of)
+            for plan, of in zip(plans, zip(*calls_of_ranks, strict=True), strict=True)
         }
     return results
 

@@ -103,7 +103,7 @@ class Messages(_Below):
         self.sent[kind, payload, len(ranks), abs(ranks[1] - ranks[0])] += 1
 
 
-class Held(_Below):
+class LiveBytes(_Below):
     """The most bytes that tensors held at once, each storage once.
 
     `before` is what is there already. FSDP2 empties and refills storages without an operation: they

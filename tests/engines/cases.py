@@ -166,12 +166,12 @@ class Overwriting(nn.Module):
         self.head = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = self.first(x.flatten(1))
-        kept.add_(1.0)
-        y = kept + self.second(kept)
-        kept = self.third(y)
-        kept.mul_(0.5)
-        out: Tensor = self.head(y + kept)
+        hidden = self.first(x.flatten(1))
+        hidden.add_(1.0)
+        y = hidden + self.second(hidden)
+        hidden = self.third(y)
+        hidden.mul_(0.5)
+        out: Tensor = self.head(y + hidden)
         return out
 
 

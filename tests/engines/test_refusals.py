@@ -58,14 +58,14 @@ def _parallel_already(plan: str) -> list[str]:
         given.append(parallel.module)
     else:
         given.append(parallel._runner)  # type: ignore[arg-type]
-    told = []
+    messages = []
     profile = profile_of(case, case.build())
     for model in given:
         try:
             apply_plan(model, Plan.parse(plan), profile=profile, cluster=cpu_ranks(2))
         except ModelError as error:
-            told.append(error.what)
-    return told
+            messages.append(error.what)
+    return messages
 
 
 @pytest.mark.dist

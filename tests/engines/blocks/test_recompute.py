@@ -38,10 +38,10 @@ def _statistics_after_steps(plan: str) -> dict[str, Tensor]:
 def test_recompute_counts_batch_statistics_once(pool: Pool, recompute: str) -> None:
     plain, *_ = pool.run(_statistics_after_steps, "dp_replicate=2", world_size=2)
     plan = f"dp_replicate=2 recompute={recompute}"
-    found, *_ = pool.run(_statistics_after_steps, plan, world_size=2)
-    assert "layers.0.norm1.running_var" in found
-    assert plain.keys() == found.keys()
-    for name, buffer in found.items():
+    buffers, *_ = pool.run(_statistics_after_steps, plan, world_size=2)
+    assert "layers.0.norm1.running_var" in buffers
+    assert plain.keys() == buffers.keys()
+    for name, buffer in buffers.items():
         assert torch.equal(buffer, plain[name]), name
         assert not name.endswith("num_batches_tracked") or buffer == 2
 

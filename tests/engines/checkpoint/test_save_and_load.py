@@ -170,12 +170,12 @@ def _load_whole(plan: str) -> list[str]:
     assert all(torch.equal(got[n], wanted[n]) for n in wanted)
 
     one = {"norm.weight": torch.zeros(32)}
-    told = []
+    messages = []
     for state in (one, {**wanted, "extra": torch.ones(2)}):
         try:
             parallel.load_state_dict(state)
         except ModelError as error:
-            told.append(str(error))
+            messages.append(str(error))
     got = parallel.state_dict()
     assert all(torch.equal(got[n], wanted[n]) for n in wanted)  # refused: nothing was written
 
@@ -185,7 +185,7 @@ def _load_whole(plan: str) -> list[str]:
     got = parallel.state_dict()
     assert all(torch.equal(got[n], one.get(n, wanted[n])) for n in wanted)
     assert parallel.load_state_dict({}, strict=False).missing_keys == list(wanted)
-    return told
+    return messages
 
 
 @pytest.mark.dist

@@ -40,18 +40,18 @@ def test_a_batch_without_values_is_refused() -> None:
 def _own_rows(plan: str, replicas: int) -> list[str]:
     """Errors of ranks that take rows by their number, as data-parallel scripts do."""
     case, reference, parallel = parallelize("gpt", plan)
-    batch, told = case.batch(8), []
+    batch, messages = case.batch(8), []
     world = dist.get_world_size()
     for step in (parallel.train_step, parallel.eval_step):
         try:
             step(split_rows(batch, [8 // world] * world)[dist.get_rank()])
         except BatchError as error:
-            told.append(error.what)
+            messages.append(error.what)
     assert parallel.data_world_size == replicas
     parallel.forward_backward(local_rows(parallel, batch, 8))
     reference_loss(reference, case, batch).backward()
     assert gradient_error(parallel, reference) < 1e-5
-    return told
+    return messages
 
 
 @pytest.mark.dist
@@ -65,9 +65,9 @@ def _own_rows(plan: str, replicas: int) -> list[str]:
 def test_ranks_of_one_replica_with_different_rows_are_told(
     pool: Pool, plan: str, replicas: int
 ) -> None:
-    for told in pool.run(_own_rows, plan, replicas, world_size=2 * replicas):
-        assert len(told) == 2
-        assert all("the 2 ranks of replica 0 got different batches" in t for t in told)
+    for messages in pool.run(_own_rows, plan, replicas, world_size=2 * replicas):
+        assert len(messages) == 2
+        assert all("the 2 ranks of replica 0 got different batches" in t for t in messages)
 
 
 def _bad_on_one_rank(plan: str) -> list[str]:
@@ -77,17 +77,17 @@ def _bad_on_one_rank(plan: str) -> list[str]:
     good = local_rows(parallel, batch, 8)
     inputs, targets = good
     bad = (inputs[:3], targets) if dist.get_rank() == 1 else good
-    told = []
+    messages = []
     for step in (parallel.train_step, parallel.forward_backward, parallel.eval_step):
         try:
             step(bad)
         except BatchError as error:
-            told.append(str(error))
+            messages.append(str(error))
     # All ranks go on together, as if nothing had happened.
     parallel.forward_backward(good)
     reference_loss(reference, case, batch).backward()
     assert gradient_error(parallel, reference) < 1e-5
-    return told
+    return messages
 
 
 @pytest.mark.dist

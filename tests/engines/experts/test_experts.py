@@ -139,8 +139,13 @@ def differences(name: str, plan: str) -> tuple[float, float, float, int]:
         optimizer.step()
         optimizer.zero_grad()
     weights = [p for n, p in parallel.named_parameters() if n.endswith("down_proj")]
-    held = sum(local_part(p).shape[0] for p in weights)
-    return relative(loss, output.loss.detach()), gradients, state_error(parallel, reference), held
+    experts = sum(local_part(p).shape[0] for p in weights)
+    return (
+        relative(loss, output.loss.detach()),
+        gradients,
+        state_error(parallel, reference),
+        experts,
+    )
 
 
 @pytest.mark.dist
@@ -160,11 +165,11 @@ def test_shared_experts_train_like_one_process(pool: Pool, name: str, plan: str)
     pytest.importorskip("transformers")
     parsed = Plan.parse(plan)
     results = pool.run(differences, name, plan, world_size=parsed.world_size)
-    for loss, gradients, parameters, held in results:
+    for loss, gradients, parameters, experts in results:
         assert max(loss, gradients, parameters) < 1e-5
         if name == "mixtral":
             copies = parsed.data_degree * parsed.cp // parsed.ep
-            assert held == 3 * 4 / parsed.ep / (copies if parsed.shards_experts else 1)
+            assert experts == 3 * 4 / parsed.ep / (copies if parsed.shards_experts else 1)
 
 
 def half(plan: str) -> float:

@@ -12,7 +12,7 @@ from tests.engines.cases import cpu_ranks
 from tests.engines.legality.test_legality import model
 
 
-def told(plan: str, profile: ModelProfile | None = None) -> list[str]:
+def rules_of(plan: str, profile: ModelProfile | None = None) -> list[str]:
     parsed = Plan.parse(plan)
     refusals = problems(parsed, profile or model(), cpu_ranks(parsed.world_size))
     assert all(problem.hint for problem in refusals)
@@ -32,7 +32,7 @@ def told(plan: str, profile: ModelProfile | None = None) -> list[str]:
     ],
 )
 def test_whole_replicas_may(plan: str) -> None:
-    assert told(plan) == []
+    assert rules_of(plan) == []
 
 
 @pytest.mark.parametrize(
@@ -51,21 +51,21 @@ def test_whole_replicas_may(plan: str) -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused_with_a_way_out(plan: str, rules: list[str]) -> None:
-    assert told(plan) == rules
+    assert rules_of(plan) == rules
 
 
 def test_a_model_that_is_cut_has_no_whole_replicas() -> None:
-    assert "updates-replicas" in told("tp=2 dp_replicate=2 updates=local tensor_styles=a:row")
+    assert "updates-replicas" in rules_of("tp=2 dp_replicate=2 updates=local tensor_styles=a:row")
 
 
 def test_servers_run_no_forwards_and_send_flat_messages() -> None:
     normed = model(batch_norms=("stem.1",))
-    assert told("servers=1", normed) == ["updates-batch-norm"]
-    assert told("dp_replicate=2 updates=local", normed) == []
+    assert rules_of("servers=1", normed) == ["updates-batch-norm"]
+    assert rules_of("dp_replicate=2 updates=local", normed) == []
     sparse = model(sparse_gradients=("embed.weight",))
-    assert told("servers=1", sparse) == ["updates-sparse"]
+    assert rules_of("servers=1", sparse) == ["updates-sparse"]
     written = model(flow=Flow(written=("scale",)))
-    assert told("dp_replicate=2 updates=diloco", written) == ["updates-written"]
+    assert rules_of("dp_replicate=2 updates=diloco", written) == ["updates-written"]
 
 
 def test_ranks_that_are_missing_are_counted_with_servers_and_backups() -> None:

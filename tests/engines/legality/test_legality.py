@@ -103,8 +103,8 @@ def test_sharded_units_hold_one_dtype() -> None:
 
 
 def test_units_of_different_dtypes_may_be_sharded_each_on_its_own() -> None:
-    apart = model(unit("b.0", dtypes=("bfloat16",)), unit("b.1"))
-    assert rules("dp_shard=2", apart, cpu_ranks(2)) == []
+    mixed = model(unit("b.0", dtypes=("bfloat16",)), unit("b.1"))
+    assert rules("dp_shard=2", mixed, cpu_ranks(2)) == []
 
 
 def test_sparse_gradients_are_replicated_not_sharded() -> None:

@@ -84,20 +84,20 @@ class Remembering(nn.Module):
         self.first, self.second = Keeper(), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.first.kept.clear()
+        self.first.hidden.clear()
         y = self.second(self.first(x))
-        return y.sum() + self.first.kept[0].sum()
+        return y.sum() + self.first.hidden[0].sum()
 
 
 class Keeper(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[Tensor] = []
+        self.hidden: list[Tensor] = []
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.linear(x)
-        self.kept.append(made * 2)
+        self.hidden.append(made * 2)
         out: Tensor = made.relu()
         return out
 

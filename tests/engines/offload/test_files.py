@@ -24,7 +24,7 @@ from profiles.capture.capture import capture
 from profiles.errors import InputError, RankError
 from profiles.torch_compat import move_to, storage_of
 from profiles.units import MIB
-from tests.contract.watch import Held, gradients, local, optimizer_states
+from tests.contract.watch import LiveBytes, gradients, local, optimizer_states
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 from tests.engines.data.test_parity import TOLERANCE
 from tests.engines.parity import Parity, alone, local_rows, measure, parallelize
@@ -100,9 +100,9 @@ def test_what_is_in_files_is_not_in_memory(tmp_path: Path) -> None:
         plan = Plan.parse(f"zero=1 {settings}")
         module, parallel = alone("gpt", plan=plan, optimizer=adam, offload_folder=tmp_path)
         trained(parallel, steps=1)
-        with Held([*map(local, module.parameters()), *optimizer_states(parallel)]) as held:
+        with LiveBytes([*map(local, module.parameters()), *optimizer_states(parallel)]) as watched:
             trained(parallel, steps=1)
-        return held.peak_bytes
+        return watched.peak_bytes
 
     size = sum(p.nbytes for p in CASES["gpt"].build().parameters())
     saved = peak_bytes("") - peak_bytes(IN_FILES)
@@ -266,9 +266,9 @@ def test_a_full_disk_is_told_on_every_rank(pool: Pool, late: bool, tmp_path: Pat
     plan = f"{kind} offload_to=disk"
     other, own = pool.run(_full_on_rank_1, plan, str(tmp_path), late, world_size=2)
     size = 1024 * 1024 * 4 // (1 if late else 2)
-    for told in (own, other):
-        assert f"no room for a file of {size:,} bytes in `{tmp_path}`, where " in told
-        assert " bytes are free: File too large" in told
+    for message in (own, other):
+        assert f"no room for a file of {size:,} bytes in `{tmp_path}`, where " in message
+        assert " bytes are free: File too large" in message
     assert "rank 1 failed: InputError" in other
     assert os.listdir(tmp_path) == []
 
@@ -320,9 +320,11 @@ def test_what_somebody_else_left_in_the_folder_is_in_nobodys_way(tmp_path: Path)
 @pytest.mark.parametrize("folder", ["/proc", "missing"])
 def test_a_folder_that_takes_no_files_is_told_with_a_way_out(folder: str, tmp_path: Path) -> None:
     plan = Plan.parse(f"zero=3 {IN_FILES}")
-    with pytest.raises(InputError, match="no folder that can be written to: No such file") as told:
+    with pytest.raises(
+        InputError, match="no folder that can be written to: No such file"
+    ) as refusal:
         alone("gpt", plan=plan, offload_folder=tmp_path / folder)
-    assert told.value.hints == (
+    assert refusal.value.hints == (
         "make it, on a fast local disk",
         "or keep nothing there: offload_to=host",
     )

@@ -109,10 +109,10 @@ def test_an_evaluation_moves_nothing() -> None:
 def test_what_was_kept_is_what_is_read_also_where_it_was_changed_since() -> None:
     class Doubled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            kept = x * 1.0
-            squares = kept * kept  # keeps it with what is in it now
-            kept.mul_(2.0)
-            return squares + kept * kept
+            doubled = x * 1.0
+            squares = doubled * doubled  # keeps it with what is in it now
+            doubled.mul_(2.0)
+            return squares + doubled * doubled
 
     room, batch = OffloadPool(CPU), torch.full((2, 2), 3.0, requires_grad=True)
     model = nn.Sequential(Doubled(), Doubled())

@@ -150,20 +150,20 @@ def _shard_bytes(plan: str) -> int:
     from torch.distributed.tensor import DTensor
 
     _, _, parallel = parallelize("gpt", plan)
-    held = 0
+    shard_bytes = 0
     for parameter in parallel.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        held += local.numel() * local.element_size()
-    return held
+        shard_bytes += local.numel() * local.element_size()
+    return shard_bytes
 
 
 @pytest.mark.dist
 def test_each_rank_holds_its_shard_between_steps(pool: Pool) -> None:
     whole = sum(p.numel() * 4 for p in CASES["gpt"].build().parameters())
     assert pool.run(_shard_bytes, "dp_replicate=4", world_size=4) == [whole] * 4
-    held = pool.run(_shard_bytes, "dp_shard=4", world_size=4)
-    assert sum(held) == whole
-    assert max(held) < 0.3 * whole
+    shards = pool.run(_shard_bytes, "dp_shard=4", world_size=4)
+    assert sum(shards) == whole
+    assert max(shards) < 0.3 * whole
 
 
 def _metric_forward_before_the_step(plan: str) -> tuple[float, float]:

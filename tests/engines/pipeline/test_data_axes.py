@@ -339,8 +339,8 @@ def dropped(text: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(parallel.data_rank * 7 + torch.distributed.get_rank())
     for _ in range(3):
         parallel.train_step(local_rows(parallel, case.batch(8), 8))
-    held = parallel.named_parameters()
-    return {name: p.detach().clone() for name, p in held if "feed" not in name}
+    parameters = parallel.named_parameters()
+    return {name: p.detach().clone() for name, p in parameters if "feed" not in name}
 
 
 @pytest.mark.dist

@@ -44,14 +44,14 @@ class Chain(nn.Module):
 
 
 def hooked(model: Chain, kind: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Hook a unit of the first stage or of the second; returns the loss, which may use `kept`."""
-    kept: dict[str, Tensor] = {}
+    """Hook a unit of the first stage or of the second; returns the loss, which may use `hidden`."""
+    hidden: dict[str, Tensor] = {}
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> None:
-        kept["output"] = output
+        hidden["output"] = output
 
     def keep_more(module: nn.Module, args: Any, output: Tensor) -> None:
-        kept["output"] = output * 2
+        hidden["output"] = output * 2
 
     match kind:
         case "kept output":
@@ -72,7 +72,7 @@ def hooked(model: Chain, kind: str) -> Callable[[Tensor, Tensor], Tensor]:
             model.third.register_full_backward_hook(lambda module, given, taken: (given[0] * 3,))
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        more = kept["output"].square().mean() if kind.startswith("kept") else 0.0
+        more = hidden["output"].square().mean() if kind.startswith("kept") else 0.0
         return (output - target).square().mean() + more
 
     return loss

@@ -40,10 +40,10 @@ def test_a_rank_holds_the_parameters_of_its_stage_and_no_others(pool: Pool, name
     results = pool.run(held_bytes, name, TIED, world_size=2)
     model = CASES[name].build()
     block = sum(p.nbytes for p in model.blocks[0].parameters())  # type: ignore[index, union-attr]
-    for held, own, whole in results:
+    for allocated, own, whole in results:
         # Each freed parameter keeps one element.
-        assert own <= held <= own + 4 * len(list(model.parameters()))
-        assert held <= whole - block
+        assert own <= allocated <= own + 4 * len(list(model.parameters()))
+        assert allocated <= whole - block
     twice = model.embed.weight.nbytes if name != "gpt" else 0  # type: ignore[union-attr, operator]
     assert sum(own for _, own, _ in results) == results[0][2] + twice
 
@@ -110,17 +110,17 @@ def loaded() -> tuple[float, list[str]]:
     parallel.load_state_dict(states[0])
     got = parallel.state_dict()
     assert list(got) == list(states[0])
-    held = [name for name, _ in parallel.named_parameters()]
-    return max(relative(got[n].float(), v.float()) for n, v in states[0].items()), held
+    names = [name for name, _ in parallel.named_parameters()]
+    return max(relative(got[n].float(), v.float()) for n, v in states[0].items()), names
 
 
 @pytest.mark.dist
 def test_a_whole_state_is_loaded_and_given_back_under_original_names(pool: Pool) -> None:
-    (first, held), (second, others) = pool.run(loaded, world_size=2)
+    (first, names), (second, others) = pool.run(loaded, world_size=2)
     assert first == second == 0
-    assert "blocks.0.qkv.weight" in held
-    assert "blocks.2.qkv.weight" not in held
-    assert set(held) & set(others) == {"embed.weight"}
+    assert "blocks.0.qkv.weight" in names
+    assert "blocks.2.qkv.weight" not in names
+    assert set(names) & set(others) == {"embed.weight"}
 
 
 def resumed(name: str, folder: str, before: str, after: str) -> float:

@@ -75,15 +75,15 @@ def dropped() -> tuple[list[int], list[int], int]:
     """Elements of 64 that dropout leaves in two steps; and a random number drawn after them."""
     mesh = Mesh(Plan.parse("dp_replicate=2 tp=2"), join_world())
     draws = SharedRng(mesh.tp, torch.device("cpu"))
-    kept = []
+    surviving = []
     for _ in range(2):
         with draws.shared():
             first = nn.functional.dropout(torch.ones(64), 0.5)
             with draws.shared():  # already shared: it goes on where it was
                 second = nn.functional.dropout(torch.ones(64), 0.5)
         assert not torch.equal(first, second)
-        kept.append([int(n) for n in (first * second).nonzero()])
-    return kept[0], kept[1], int(torch.randint(1000, ()))
+        surviving.append([int(n) for n in (first * second).nonzero()])
+    return surviving[0], surviving[1], int(torch.randint(1000, ()))
 
 
 @pytest.mark.dist

@@ -113,8 +113,8 @@ def test_the_notes_do_not_grow_without_end(clock: list[float]) -> None:
 def test_the_peak_is_known_where_the_first_steps_raised_it(
     monkeypatch: pytest.MonkeyPatch, after: int, expected: int | None
 ) -> None:
-    held = itertools.chain([500], itertools.repeat(after))
-    monkeypatch.setattr(module, "peak_memory_bytes", lambda device: next(held))
+    peaks = itertools.chain([500], itertools.repeat(after))
+    monkeypatch.setattr(module, "peak_memory_bytes", lambda device: next(peaks))
     actual = notes()
     take(actual, WARM_UP_STEPS + 2)
     assert actual.peak_bytes == expected

@@ -132,7 +132,7 @@ def taken(name: str, plan: str) -> tuple[list[str], list[str], int, int, float]:
     weights = Reading(reference.state_dict())
     parallel = on_meta(name, plan, weights)
     storages = {t.untyped_storage() for t in parallel.module.parameters()}
-    held = sum(storage.nbytes() for storage in storages)
+    allocated = sum(storage.nbytes() for storage in storages)
     own = [name for name, _ in parallel.named_parameters()]
     share = sum(p.nbytes for p in parallel.parameters())
     batch = case.batch(4)
@@ -143,17 +143,17 @@ def taken(name: str, plan: str) -> tuple[list[str], list[str], int, int, float]:
     optimizer.step()
     after, wanted = parallel.state_dict(), reference.state_dict()
     error = max(relative(after[n].float(), wanted[n].float()) for n in wanted)
-    return weights.read, own, held, share, error
+    return weights.read, own, allocated, share, error
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["gpt", "tied-frozen-unused"])
 def test_a_stage_reads_and_holds_its_own_part_of_a_state_dict(pool: Pool, name: str) -> None:
     count = len(list(CASES[name].build().parameters()))
-    for read, own, held, share, error in pool.run(taken, name, PIPELINE, world_size=2):
+    for read, own, allocated, share, error in pool.run(taken, name, PIPELINE, world_size=2):
         assert sorted(set(read) - {"scale"}) == sorted(own)
         assert len(read) == len(set(read))
-        assert share <= held <= share + 4 * (count - len(own))  # others keep one element each
+        assert share <= allocated <= share + 4 * (count - len(own))  # others keep one element each
         assert error < 1e-5
 
 

@@ -14,7 +14,7 @@ from profiles.capture.capture import capture
 from profiles.errors import InputError
 from profiles.model.profile import GLUE
 from profiles.workload.optimizers import OPTIMIZERS, Law
-from tests.contract.watch import Held
+from tests.contract.watch import LiveBytes
 from tests.engines.cases import TinyGPT
 
 
@@ -198,25 +198,25 @@ def test_stand_ins_show_what_a_real_step_on_the_model_keeps_and_holds(name: str)
         inside += [model.position] if unit.name == GLUE else []
         states = [s for p in inside for s in optimizer.state[p].values()]
         tensors = [s for s in states if isinstance(s, torch.Tensor) and s.dim() > 0]
-        kept = sum(state.nbytes for state in tensors)
+        state_bytes = sum(state.nbytes for state in tensors)
         if inside:
-            assert actual.units[unit.name].state_bytes == kept, unit.name
+            assert actual.units[unit.name].state_bytes == state_bytes, unit.name
         else:
             assert unit.name not in actual.units
 
     everything = [s for state in optimizer.state.values() for s in state.values()]
-    held = Held(
+    watched = LiveBytes(
         [
             *model.parameters(),
             *(p.grad for p in model.parameters() if p.grad is not None),
             *(s for s in everything if isinstance(s, torch.Tensor)),
         ]
     )
-    before = held.peak_bytes = held.now()
-    with held:
+    before = watched.peak_bytes = watched.now()
+    with watched:
         optimizer.step()
     # Scalars apart: step counters, norms, bias corrections.
-    assert actual.working_bytes == pytest.approx(held.peak_bytes - before, abs=4096)
+    assert actual.working_bytes == pytest.approx(watched.peak_bytes - before, abs=4096)
 
 
 def test_on_accelerators_all_tensors_are_stepped_at_once() -> None:

@@ -21,13 +21,13 @@ from profiles.capture.capture import capture
 class Parity:
     """Largest differences, relative.
 
-    `held` is this rank's share of the parameters, `by_tokens` the kinds of blocks split by tokens.
+    `share` is this rank's share of the parameters, `by_tokens` the kinds of blocks split by tokens.
     """
 
     loss: float
     gradient: float
     worst: str
-    held: float
+    share: float
     by_tokens: int
 
 
@@ -58,7 +58,7 @@ def split_parity(model: nn.Module, sample: Batch, *, by_tokens: bool = False) ->
     ranks = GroupCollectives(None)
     before = sum(p.numel() for p in model.parameters())
     cuts = split(model, proof.by_module, ranks)
-    held = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in model.parameters())
     loss = loss_of(call_model(model, sample, has_target=False), sample, None)
     loss.backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -78,6 +78,6 @@ def split_parity(model: nn.Module, sample: Batch, *, by_tokens: bool = False) ->
         loss=abs(loss.item() - expected.item()) / abs(expected.item()),
         gradient=errors[worst],
         worst=worst,
-        held=held / before,
+        share=parameters / before,
         by_tokens=sum(style == "sequence" for _, style in proposal.styles),
     )

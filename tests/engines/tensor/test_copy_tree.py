@@ -15,27 +15,27 @@ from tests.engines.tensor import units
 
 def test_a_cache_of_results_is_copied_and_what_is_written_to_the_copy_stays_there() -> None:
     cache = units.Cache()
-    cache.kept[0] = torch.ones(2, requires_grad=True) * 3  # which a deep copy alone refuses
+    cache.keys[0] = torch.ones(2, requires_grad=True) * 3  # which a deep copy alone refuses
     copies, alias = copy_tree((cache, cache), lambda tensor: tensor.detach() + 1)
     assert copies is alias
     assert copies is not cache
-    assert copies.kept[0].tolist() == [4, 4]
+    assert copies.keys[0].tolist() == [4, 4]
     assert copies.begin.item() == 1
-    copies.kept[1] = torch.zeros(1)
-    assert list(cache.kept) == [0]
-    assert cache.kept[0].tolist() == [3, 3]
+    copies.keys[1] = torch.zeros(1)
+    assert list(cache.keys) == [0]
+    assert cache.keys[0].tolist() == [3, 3]
 
 
 def test_fake_tensors_inside_of_an_object_are_made_real() -> None:
     cache = units.Cache()
     with stand_ins([nn.Linear(2, 3)]) as fakes:
         cache.begin = fakes.of(torch.tensor(7))
-        cache.kept[0] = fakes.of(torch.zeros(4, 5, requires_grad=True)) * 2
+        cache.keys[0] = fakes.of(torch.zeros(4, 5, requires_grad=True)) * 2
     made = copy_tree(cache, lambda tensor: torch.full(tensor.shape, 6.0))
-    assert is_fake(cache.kept[0])
+    assert is_fake(cache.keys[0])
     assert not is_fake(made.begin)
-    assert not is_fake(made.kept[0])
-    assert made.kept[0].sum() == 4 * 5 * 6
+    assert not is_fake(made.keys[0])
+    assert made.keys[0].sum() == 4 * 5 * 6
 
 
 def test_an_object_without_tensors_is_copied_as_ever() -> None:

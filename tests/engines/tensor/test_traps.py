@@ -45,4 +45,4 @@ def test_loss_and_gradients_are_those_of_the_whole_model(pool: Pool, name: str) 
     for result in pool.run(parity, name, world_size=size):
         assert result.loss < 1e-6
         assert result.gradient < 1e-5, result.worst
-        assert result.held < 0.93
+        assert result.share < 0.93

@@ -105,7 +105,7 @@ class Cache:
 
     def __init__(self) -> None:
         self.begin = torch.tensor(0)
-        self.kept: dict[int, Tensor] = {}
+        self.keys: dict[int, Tensor] = {}
 
 
 class LockedCache(Cache):
@@ -125,9 +125,9 @@ class Caching(Attention):
         if cache is None:
             return super().forward(x)
         keys = self.k(x)
-        before = cache.kept.get(self.layer_idx)
-        cache.kept[self.layer_idx] = keys if before is None else torch.cat([before, keys], 1)
-        mixed = (self.heads(self.q(x)) @ self.heads(cache.kept[self.layer_idx]).mT).softmax(-1)
+        before = cache.keys.get(self.layer_idx)
+        cache.keys[self.layer_idx] = keys if before is None else torch.cat([before, keys], 1)
+        mixed = (self.heads(self.q(x)) @ self.heads(cache.keys[self.layer_idx]).mT).softmax(-1)
         out: Tensor = self.o((mixed @ self.heads(self.v(x))).transpose(1, 2).flatten(2))
         return x + out
 

@@ -117,13 +117,13 @@ def _trained(plans: tuple[str, ...], name: str) -> list[tuple[float, float, int]
         with Messages() as watched:
             parallel.train_step(local_rows(parallel, batch, 8))
         backend = backend or parallel.state_dict()
-        apart = max(relative(v, backend[n]) for n, v in parallel.state_dict().items())
+        difference = max(relative(v, backend[n]) for n, v in parallel.state_dict().items())
         sent = sum(
             payload * count
             for (kind, payload, *_), count in watched.sent.items()
             if kind == "send_recv"
         )
-        results.append((error, apart, sent))
+        results.append((error, difference, sent))
     return results[1:]
 
 
@@ -136,9 +136,9 @@ def test_ddp_trains_the_same_whatever_sums_up(
     model = CASES[name].build()
     payload = sum(p.nbytes for n, p in model.named_parameters() if p.requires_grad)
     for rank, result in enumerate(pool.run(_trained, plans, name, world_size=4, timeout_s=120)):
-        for kind, (error, apart, sent) in zip(kinds, result, strict=True):
+        for kind, (error, difference, sent) in zip(kinds, result, strict=True):
             assert error <= 1e-5, kind
-            assert apart <= 1e-5, kind
+            assert difference <= 1e-5, kind
             script = [m for each in rounds(kind, 4, per_node=2) for m in each]
             pieces = 1 + max(m.parts[-1] for m in script)
             own = sum(len(m.parts) for m in script if m.source == rank) / pieces
@@ -151,7 +151,7 @@ def _wide() -> nn.Module:
 
 
 def _gradients_of_several_buckets() -> list[float]:
-    """How far gradients are from one process's: DDP's own, in messages, and rounded to bf16."""
+    """Errors of gradients against one process: DDP's own, in messages, and rounded to bf16."""
     case, errors = Case(_wide, CASES["resnet-group-norm"].batch), []
     for words in ("", "aggregation=ring", "aggregation=ring compression=bf16"):
         torch.manual_seed(1)

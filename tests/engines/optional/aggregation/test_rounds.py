@@ -22,18 +22,20 @@ SIZES = (1, 2, 3, 4, 6, 7, 8, 13, 16)
 
 def played(script: list[Round], ranks: int, pieces: int) -> list[list[frozenset[int]]]:
     """Contents of each part on each rank when all messages have arrived."""
-    held = [[frozenset({rank})] * pieces for rank in range(ranks)]
+    contents = [[frozenset({rank})] * pieces for rank in range(ranks)]
     for messages in script:
-        before = [list(row) for row in held]
+        before = [list(row) for row in contents]
         for message in messages:
             for part in message.parts:
                 sent = before[message.source][part]
                 if message.adds:
-                    assert not held[message.target][part] & sent, f"{message} counts a rank twice"
-                    held[message.target][part] |= sent
+                    assert not contents[message.target][part] & sent, (
+                        f"{message} counts a rank twice"
+                    )
+                    contents[message.target][part] |= sent
                 else:
-                    held[message.target][part] = sent
-    return held
+                    contents[message.target][part] = sent
+    return contents
 
 
 def sent_by(script: list[Round], ranks: int, pieces: int) -> tuple[list[Fraction], list[Fraction]]:
@@ -52,8 +54,8 @@ def test_every_rank_ends_with_every_rank_in_every_part(kind: Aggregation, ranks:
         if ranks % per_node:
             continue
         script = list(rounds(kind, ranks, per_node=per_node))
-        held = played(script, ranks, parts(kind, ranks))
-        assert all(part == frozenset(range(ranks)) for row in held for part in row)
+        contents = played(script, ranks, parts(kind, ranks))
+        assert all(part == frozenset(range(ranks)) for row in contents for part in row)
         if kind is not Aggregation.HIERARCHICAL:
             break
 

@@ -20,7 +20,7 @@ LARGEST = max(aggregation.SIZES)
 
 @pytest.fixture(scope="module")
 def report() -> aggregation.Report:
-    return aggregation.kept()
+    return aggregation.repriced()
 
 
 def largest(report: aggregation.Report, kind: Aggregation, ranks: int, nodes: int = 0) -> Row:

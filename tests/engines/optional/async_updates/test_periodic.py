@@ -72,8 +72,8 @@ def _by_hand(
             continue
         with torch.no_grad():
             for place, anchor in enumerate(met.parameters()):
-                held = [list(replica.parameters())[place] for replica in replicas]
-                mean = torch.stack([p.detach() for p in held]).mean(0)
+                copies = [list(replica.parameters())[place] for replica in replicas]
+                mean = torch.stack([p.detach() for p in copies]).mean(0)
                 if outer is None:
                     anchor.copy_(mean)
                 else:
@@ -81,7 +81,7 @@ def _by_hand(
                     moved = anchor - mean
                     speed[place] = momentum * speed[place] + moved
                     anchor -= rate * (moved + momentum * speed[place])
-                for p in held:
+                for p in copies:
                     p.copy_(anchor)
     return met
 
@@ -164,9 +164,9 @@ def _state_between_meetings() -> tuple[list[float], float]:
 
 @pytest.mark.dist
 def test_what_is_written_out_is_the_mean_and_the_same_on_every_rank(pool: Pool) -> None:
-    for state, held in pool.run(_state_between_meetings, world_size=2):
+    for state, parameter in pool.run(_state_between_meetings, world_size=2):
         assert state == [0.5] * 5
-        assert held == 0.5
+        assert parameter == 0.5
 
 
 def _saved_and_trained_on(folder: str) -> tuple[float, float, float]:

@@ -49,12 +49,12 @@ def run(program: str, store: Path) -> list[tuple[int, str, str]]:
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=60) for rank in ranks]
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    return [(rank.returncode, *each) for rank, each in zip(ranks, told, strict=True)]
+    return [(rank.returncode, *each) for rank, each in zip(ranks, outputs, strict=True)]
 
 
 @pytest.mark.dist

@@ -44,12 +44,12 @@ def descend(server: ParameterServer, *, curvature: float, delay: int, updates: i
     """Workers in turn, `delay` + 1 of them, each with the parameters of its last turn: gradients of
     curvature / 2 x^2 are then `delay` updates old. The number after each update."""
     workers = delay + 1
-    held = [(server.version, number(server))] * workers
+    pulled = [(server.version, number(server))] * workers
     results = []
     for turn in range(updates):
-        version, x = held[turn % workers]
+        version, x = pulled[turn % workers]
         server.push(turn % workers, version, gradient(curvature * x))
-        held[turn % workers] = server.version, number(server)
+        pulled[turn % workers] = server.version, number(server)
         results.append(abs(number(server)))
     return results
 
@@ -186,8 +186,8 @@ def test_servers_hold_nearly_the_same_bytes_in_whole_tensors() -> None:
     sizes = [100, 1, 70, 30, 60, 40, 1]
     parts = partition(sizes, 3)
     assert sorted(number for part in parts for number in part) == list(range(7))
-    held = [sum(sizes[number] for number in part) for part in parts]
-    assert max(held) == 101  # 302 / 3 rounded up: no partition is better
+    sums = [sum(sizes[number] for number in part) for part in parts]
+    assert max(sums) == 101  # 302 / 3 rounded up: no partition is better
     assert partition(sizes, 1) == [list(range(7))]
     assert [len(part) for part in partition([5, 5], 4)] == [1, 1, 0, 0]
 

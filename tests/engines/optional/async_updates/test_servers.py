@@ -122,14 +122,14 @@ def _a_step_in_bytes() -> tuple[tuple[int, int], tuple[int, int], int, int]:
     reference, parallel, _, _ = trained("dp_replicate=1 servers=1", [4])
     batch = GPT.batch(4)
 
-    def told() -> tuple[int, int]:
+    def reported() -> tuple[int, int]:
         report = parallel.update_report
         assert report is not None
         return report.sent_bytes, report.received_bytes
 
-    kernel, report = counts(), told()
+    kernel, report = counts(), reported()
     parallel.train_step(batch)
-    moved, report_after = since(kernel), told()
+    moved, report_after = since(kernel), reported()
     parameters = list(reference.parameters())
     return (
         moved,
@@ -143,9 +143,9 @@ def _a_step_in_bytes() -> tuple[tuple[int, int], tuple[int, int], int, int]:
 def test_the_bytes_that_are_reported_are_those_that_the_kernel_moved(pool: Pool) -> None:
     """A worker sends gradients, four numbers and a flag for each tensor; it takes parameters and
     four numbers. Gloo wraps every message in a few of its own (48 bytes each)."""
-    _, (kernel, told, payload, tensors) = pool.run(_a_step_in_bytes, world_size=2)
-    assert told == (payload + 8 * (4 + tensors), payload + 8 * 4)
-    for moved, said in zip(kernel, told, strict=True):
+    _, (kernel, reported, payload, tensors) = pool.run(_a_step_in_bytes, world_size=2)
+    assert reported == (payload + 8 * (4 + tensors), payload + 8 * 4)
+    for moved, said in zip(kernel, reported, strict=True):
         assert said <= moved <= said + 12 * 48
 
 
@@ -306,20 +306,20 @@ def test_a_learning_rate_changes_between_the_same_updates(pool: Pool) -> None:
 def _refused() -> list[str]:
     _, parallel = spread(GPT, "dp_replicate=1 servers=1")
     batch = GPT.batch(4)
-    told = []
+    messages = []
 
     def tell(call: Any, *args: Any) -> None:
         try:
             call(*args)
         except PlanError as error:
-            told.append(error.what)
+            messages.append(error.what)
 
     tell(parallel, batch[0])  # type: ignore[index]
     if dist.get_rank() == 0:
         tell(parallel.forward_backward, batch)
     with torch.no_grad():
         parallel(batch[0])  # type: ignore[index]
-    return told
+    return messages
 
 
 @pytest.mark.dist

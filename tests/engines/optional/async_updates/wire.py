@@ -19,8 +19,8 @@ def counts() -> Counts:
     """Bytes over every connection so far."""
     results = {}
     for name, connection in _connections():
-        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        (sent,), (received,) = (struct.unpack_from("Q", told, at) for at in (_SENT, _RECEIVED))
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        (sent,), (received,) = (struct.unpack_from("Q", info, at) for at in (_SENT, _RECEIVED))
         results[name] = sent, received
     return results
 
