@@ -159,7 +159,7 @@ def priced(row: Row, between: Line, inside: Line) -> Row:
 
 
 def repriced() -> Report:
-    """The report that is committed: measured then, predicted by the code as it is now."""
+    """Load the committed report, predicted by today's code from the links it stores."""
     report = Report.load(REPORT)
     rows = tuple(priced(row, report.between, report.inside) for row in report.rows)
     return report.model_copy(update={"rows": rows})
@@ -291,7 +291,9 @@ def _ways(ranks: int, per_node: int) -> Iterator[tuple[Aggregation, int]]:
 
 def main() -> int:
     """The command."""
-    return command(Report, REPORT, about=__doc__, rank=_rank, measure=measure, table=table)
+    return command(
+        REPORT, about=__doc__, rank=_rank, measure=measure, repriced=repriced, table=table
+    )
 
 
 if __name__ == "__main__":

@@ -18,17 +18,24 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
+from advisor.auto.facts_from_module import look
+from advisor.cost import estimate
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
+from advisor.inputs.facts import Facts
 from engines.plan import Plan
+from profiles.machine.cluster import ClusterProfile
 from profiles.record import Document, Record
 from tests.namespaces import torchrun, two_nodes
-from tests.validation.command import command
+from tests.validation.command import NO_FACTS, command
 
 REPORT = Path(__file__).parents[1] / "validation" / "less_to_send.json"
 RATE_BYTES_PER_S = 12.5e6  # 100 Mbit/s
 BENCH_S = 20.0
 TIME_LIMIT_S = 540.0
 STEPS, FIRST_TIMED = 30, 4  # DDP settles on its buckets, PowerSGD begins
-SEQUENCE, ROWS = 32, 2  # of a rank
+RANKS, SEQUENCE, ROWS = 4, 32, 2  # rows of a rank
 # Of the mean loss of the last `TAIL` steps over plain DDP's. PowerSGD's and bf16's gradients are
 # others: the papers promise the same quality after a training, not the same steps.
 TOLERANCE, TAIL = 0.05, 10
@@ -55,9 +62,9 @@ class Row(Record):
 
     plan: str
     step_s: float
-    predicted_s: float
-    predicted_low_s: float
-    predicted_high_s: float
+    predicted_s: float = 0.0
+    predicted_low_s: float = 0.0
+    predicted_high_s: float = 0.0
     losses: tuple[float, ...]
     is_chosen: bool
 
@@ -68,7 +75,12 @@ class Row(Record):
 
 
 class Report(Document):
-    """All plans, and on what they ran."""
+    """All plans, and on what they ran.
+
+    Attributes:
+        cluster: as benched before the steps, from which they are predicted; None in reports of
+            before it was stored.
+    """
 
     measured_at: str
     machine: str
@@ -77,6 +89,7 @@ class Report(Document):
     parameters: int
     reasons: tuple[str, ...]
     rows: tuple[Row, ...]
+    cluster: ClusterProfile | None = None
 
     @property
     def plain(self) -> Row:
@@ -103,6 +116,50 @@ def measure() -> Report:
         return Report.load(path)
 
 
+def built() -> GPT:
+    """The model, with the same parameters on every rank."""
+    torch.manual_seed(1)
+    return GPT(GPTConfig(vocab_size=256, context=SEQUENCE, num_layers=4, num_heads=4, width=256))
+
+
+def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def facts_on(cluster: ClusterProfile) -> Facts:
+    """The model's training on these machines."""
+    tokens = torch.zeros(ROWS, SEQUENCE, dtype=torch.long)
+    return look(
+        built(),
+        (tokens, tokens),
+        loss_fn=loss,
+        cluster=cluster,
+        optimizer=adam,
+        global_batch_size=ROWS * RANKS,
+    )
+
+
+def priced(row: Row, facts: Facts) -> Row:
+    """With what is predicted for it today."""
+    cost = estimate(Plan.parse(row.plan), facts)
+    return row.model_copy(
+        update={
+            "predicted_s": cost.step_s,
+            "predicted_low_s": cost.step_low_s,
+            "predicted_high_s": cost.step_high_s,
+        }
+    )
+
+
+def repriced() -> Report:
+    """Load the committed report, predicted by today's code if it stores its cluster."""
+    report = Report.load(REPORT)
+    if report.cluster is None:
+        return report
+    facts = facts_on(report.cluster)
+    return report.model_copy(update={"rows": tuple(priced(row, facts) for row in report.rows)})
+
+
 def table(report: Report) -> str:
     """The report for a person."""
     plain = report.plain
@@ -118,18 +175,17 @@ def table(report: Report) -> str:
             f"{row.predicted_s:>10.2f}s{span:>16}{row.last_loss:>11.3f}"
             f"{'  <- chosen' if row.is_chosen else ''}"
         )
+    if report.cluster is None:
+        lines.append(NO_FACTS)
     return "\n".join(lines)
 
 
 def _rank(path: str) -> None:
     """One rank of `measure`."""
-    import torch
     import torch.distributed as dist
 
     from advisor.auto.parallelize import auto_parallelize
-    from advisor.cost import estimate
     from advisor.decide.decision import Decision
-    from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
     from advisor.tutorial.demo.text import ByteWindows, reference_text
     from engines.apply import apply_plan
     from engines.parallel import ParallelModel
@@ -139,7 +195,6 @@ def _rank(path: str) -> None:
 
     world = join_world(timeout_s=120.0)
     cluster = bench(probe(), budget_s=BENCH_S)
-    config = GPTConfig(vocab_size=256, context=SEQUENCE, num_layers=4, num_heads=4, width=256)
     windows = ByteWindows(reference_text().train, length=SEQUENCE)
     picks = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
 
@@ -149,13 +204,6 @@ def _rank(path: str) -> None:
         rows = [windows[int(pick)] for pick in picks[first : first + ROWS]]
         tokens, following = zip(*rows, strict=True)
         return torch.stack(tokens), torch.stack(following)
-
-    def built() -> GPT:
-        torch.manual_seed(1)
-        return GPT(config)
-
-    def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-3)
 
     def trained(parallel: ParallelModel) -> tuple[float, list[float]]:
         losses, seconds = [], []
@@ -197,30 +245,26 @@ def _rank(path: str) -> None:
             )
             runs[str(plan)] = trained(parallel)
     if world.rank == 0:
-        rows = []
+        rows, known = [], facts_on(cluster)
         order = [str(Plan.parse(f"{text} microbatch_size={ROWS}")) for text in PLANS]
         for text in dict.fromkeys([*order, *runs]):
-            cost = estimate(Plan.parse(text), decision.facts)
             seconds, losses = runs[text]
-            rows.append(
-                Row(
-                    plan=text,
-                    step_s=seconds,
-                    predicted_s=cost.step_s,
-                    predicted_low_s=cost.step_low_s,
-                    predicted_high_s=cost.step_high_s,
-                    losses=tuple(round(value, 4) for value in losses),
-                    is_chosen=text == str(decision.plan),
-                )
+            row = Row(
+                plan=text,
+                step_s=seconds,
+                losses=tuple(round(value, 4) for value in losses),
+                is_chosen=text == str(decision.plan),
             )
+            rows.append(priced(row, known))
         report = Report(
             measured_at=datetime.now(UTC).strftime("%Y-%m-%d"),
             machine=f"{os.cpu_count()} cores",
             torch=torch.__version__,
             line_bytes_per_s=RATE_BYTES_PER_S,
-            parameters=config.parameters,
+            parameters=known.model.parameters,
             reasons=decision.reasons,
             rows=tuple(rows),
+            cluster=cluster,
         )
         Path(path).write_text(json.dumps(report.model_dump(mode="json"), indent=2) + "\n")
     dist.barrier()
@@ -229,7 +273,9 @@ def _rank(path: str) -> None:
 
 def main() -> int:
     """The command."""
-    return command(Report, REPORT, about=__doc__, rank=_rank, measure=measure, table=table)
+    return command(
+        REPORT, about=__doc__, rank=_rank, measure=measure, repriced=repriced, table=table
+    )
 
 
 if __name__ == "__main__":

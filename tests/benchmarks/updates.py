@@ -5,8 +5,8 @@
 each way (tests.namespaces), one rank each, train a small GPT: first all alike, then with a
 straggler, the last rank, which sleeps in every forward.
 
-The machines are benched first, and `SLEEP_S` is told to the prediction; nothing else of what is
-measured here is. Bytes are those that the kernel sent.
+The machines are benched first, and the prediction is given that bench and `SLEEP_S`; nothing else
+of what is measured here is. Bytes are those that the kernel sent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
+from advisor.auto.facts_from_module import look
+from advisor.cost import estimate
+from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
+from advisor.inputs.facts import Facts
 from engines.plan import Plan
+from profiles.machine.cluster import ClusterProfile
 from profiles.record import Document, Record
+from tests.engines.cases import cpu_ranks
 from tests.namespaces import star, torchrun
-from tests.validation.command import command
+from tests.validation.command import NO_FACTS, command
 
 REPORT = Path(__file__).parents[1] / "validation" / "updates.json"
 RATE_BYTES_PER_S = 12.5e6  # 100 Mbit/s
@@ -66,11 +74,11 @@ class Row(Record):
     plan: str
     sleep_s: float
     step_s: float
-    predicted_s: float
-    predicted_low_s: float
-    predicted_high_s: float
+    predicted_s: float = 0.0
+    predicted_low_s: float = 0.0
+    predicted_high_s: float = 0.0
     sent_bytes: float
-    predicted_bytes: float
+    predicted_bytes: float = 0.0
     says: str
 
     @property
@@ -79,7 +87,12 @@ class Row(Record):
 
 
 class Report(Document):
-    """All plans, and on what they ran."""
+    """All plans, and on what they ran.
+
+    Attributes:
+        cluster: as benched before the steps, from which they are predicted; None in reports of
+            before it was stored.
+    """
 
     measured_at: str
     machine: str
@@ -87,6 +100,7 @@ class Report(Document):
     line_bytes_per_s: float
     parameters: int
     rows: tuple[Row, ...]
+    cluster: ClusterProfile | None = None
 
     def row(self, plan: str, *, straggler: bool = False) -> Row:
         """The one of a plan as `PLANS` names it."""
@@ -109,6 +123,68 @@ def measure() -> Report:
         return Report.load(path)
 
 
+def built() -> GPT:
+    """The model, with the same parameters on every rank."""
+    torch.manual_seed(1)
+    return GPT(GPTConfig(vocab_size=256, context=SEQUENCE, num_layers=2, num_heads=4, width=128))
+
+
+def batch_of_a_rank() -> tuple[torch.Tensor, torch.Tensor]:
+    """The batch of every step, the same on every rank."""
+    tokens = torch.arange(ROWS * (SEQUENCE + 1)).reshape(ROWS, SEQUENCE + 1) % 256
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def facts_on(cluster: ClusterProfile) -> Facts:
+    """The model's training on these machines."""
+    return look(
+        built(),
+        batch_of_a_rank(),
+        loss_fn=loss,
+        cluster=cluster,
+        optimizer=adam,
+        global_batch_size=ROWS * RANKS,
+    )
+
+
+def priced(row: Row, facts: Facts) -> Row:
+    """With what is predicted for it today, with a straggler that is late by its sleep."""
+    plan = Plan.parse(f"{row.plan} microbatch_size={ROWS}")
+    own = estimate(plan, facts).time
+    late = row.sleep_s / (own.compute_s + own.launch_s)
+    workload = facts.workload.model_copy(update={"straggling": late})
+    cost = estimate(plan, facts.model_copy(update={"workload": workload}))
+    given = [t for t in cost.traffic if t.purpose != "parameters from servers"]
+    return row.model_copy(
+        update={
+            "predicted_s": cost.step_s,
+            "predicted_low_s": cost.step_low_s,
+            "predicted_high_s": cost.step_high_s,
+            "predicted_bytes": sum(t.bus_bytes for t in given),
+        }
+    )
+
+
+def repriced() -> Report:
+    """Load the committed report, predicted by today's code from the cluster that it stores.
+
+    Without one, bytes alone: they are the same at any rate.
+    """
+    report = Report.load(REPORT)
+    facts = facts_on(report.cluster or cpu_ranks(RANKS, nodes=RANKS))
+    rows = [priced(row, facts) for row in report.rows]
+    if report.cluster is None:
+        rows = [
+            then.model_copy(update={"predicted_bytes": now.predicted_bytes})
+            for then, now in zip(report.rows, rows, strict=True)
+        ]
+    return report.model_copy(update={"rows": tuple(rows)})
+
+
 def table(report: Report) -> str:
     """The report for a person."""
     lines = [
@@ -124,18 +200,15 @@ def table(report: Report) -> str:
             f"{span:>15}{'' if row.is_in_range else ' out':>4}{row.sent_bytes / 1e3:>9.0f}"
             f"{row.predicted_bytes / 1e3:>7.0f}  {row.says}".rstrip()
         )
+    if report.cluster is None:
+        lines.append(NO_FACTS)
     return "\n".join(lines)
 
 
 def _rank(path: str) -> None:
     """One rank of `measure`."""
-    import torch
     import torch.distributed as dist
 
-    from advisor.auto.facts_from_module import facts_from_module
-    from advisor.cost import Estimate, estimate
-    from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
-    from advisor.inputs.facts import Facts
     from engines.apply import apply_plan
     from engines.runtime.world import join_world, leave_world
     from profiles.machine.bench import bench
@@ -143,26 +216,8 @@ def _rank(path: str) -> None:
 
     world = join_world(timeout_s=60.0)
     cluster = bench(probe(), budget_s=BENCH_S)
-    config = GPTConfig(vocab_size=256, context=SEQUENCE, num_layers=2, num_heads=4, width=128)
-    tokens = torch.arange(ROWS * (SEQUENCE + 1)).reshape(ROWS, SEQUENCE + 1) % config.vocab_size
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    batch, known = batch_of_a_rank(), facts_on(cluster)
     card = Path("/sys/class/net") / os.environ["GLOO_SOCKET_IFNAME"] / "statistics" / "tx_bytes"
-
-    def built() -> GPT:
-        torch.manual_seed(1)
-        return GPT(config)
-
-    def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-3)
-
-    known = facts_from_module(
-        built(),
-        batch,
-        loss_fn=loss,
-        cluster=cluster,
-        optimizer=adam,
-        global_batch_size=ROWS * RANKS,
-    )
 
     def one(plan: Plan, sleep_s: float) -> tuple[float, float, str]:
         """Mean step and bytes sent, of the middle one of the workers that do not sleep; what the
@@ -198,33 +253,12 @@ def _rank(path: str) -> None:
         workers = sorted(results[plan.servers : RANKS - 1])
         return workers[len(workers) // 2][0], workers[len(workers) // 2][1], results[0][2]
 
-    def predicted(plan: Plan, sleep_s: float) -> Estimate:
-        """With a straggler that is late by so much."""
-        time = estimate(plan, known).time
-        late = sleep_s / (time.compute_s + time.launch_s)
-        workload = known.workload.model_copy(update={"straggling": late})
-        return estimate(plan, Facts(model=known.model, cluster=known.cluster, workload=workload))
-
     rows = []
     for sleep_s in (0.0, SLEEP_S):
         for text in PLANS:
-            plan = Plan.parse(f"{text} microbatch_size={ROWS}")
-            step_s, sent, says = one(plan, sleep_s)
-            prediction = predicted(plan, sleep_s)
-            given = [t for t in prediction.traffic if t.purpose != "parameters from servers"]
-            rows.append(
-                Row(
-                    plan=text,
-                    sleep_s=sleep_s,
-                    step_s=step_s,
-                    predicted_s=prediction.step_s,
-                    predicted_low_s=prediction.step_low_s,
-                    predicted_high_s=prediction.step_high_s,
-                    sent_bytes=sent,
-                    predicted_bytes=sum(t.bus_bytes for t in given),
-                    says=says,
-                )
-            )
+            step_s, sent, says = one(Plan.parse(f"{text} microbatch_size={ROWS}"), sleep_s)
+            row = Row(plan=text, sleep_s=sleep_s, step_s=step_s, sent_bytes=sent, says=says)
+            rows.append(priced(row, known))
             if world.rank == 0:
                 sys.stderr.write(f"{rows[-1]}\n")
     if world.rank == 0:
@@ -233,8 +267,9 @@ def _rank(path: str) -> None:
             machine=f"{os.cpu_count()} cores",
             torch=torch.__version__,
             line_bytes_per_s=RATE_BYTES_PER_S,
-            parameters=config.parameters,
+            parameters=known.model.parameters,
             rows=tuple(rows),
+            cluster=cluster,
         )
         Path(path).write_text(json.dumps(report.model_dump(mode="json"), indent=2) + "\n")
     dist.barrier()
@@ -243,7 +278,9 @@ def _rank(path: str) -> None:
 
 def main() -> int:
     """The command."""
-    return command(Report, REPORT, about=__doc__, rank=_rank, measure=measure, table=table)
+    return command(
+        REPORT, about=__doc__, rank=_rank, measure=measure, repriced=repriced, table=table
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from tests.namespaces import star, torchrun, two_nodes, why_not
-from tests.validation.shaped_links import REPORT, Report, Row, measure, table
+from tests.validation.command import NO_FACTS
+from tests.validation.shaped_links import Report, Row, measure, repriced, table
 
 # From the formula's upper bound of what ZeRO-3 needs to its lower one (see `needed_by_formula`).
 LOWER = 3.0
@@ -25,8 +26,13 @@ def _namespaces() -> None:
         pytest.skip(missing)
 
 
-def require_agreement(rows: tuple[Row, ...]) -> None:
-    """Assertions on the committed report and on a new one."""
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return repriced()
+
+
+def require_rates(rows: tuple[Row, ...]) -> None:
+    """Assertions on the bench of the committed report and of a new one."""
     slow, fast, free = rows
     for row in (slow, fast):
         assert row.line_bytes_per_s is not None
@@ -37,6 +43,11 @@ def require_agreement(rows: tuple[Row, ...]) -> None:
         assert free.intra_low_bytes_per_s <= row.intra_high_bytes_per_s
         assert row.intra_low_bytes_per_s <= free.intra_high_bytes_per_s
         assert row.intra_bytes_per_s > 2 * row.inter_bytes_per_s
+
+
+def require_verdicts(rows: tuple[Row, ...]) -> None:
+    """Assertions on the decisions of today's code on these benches."""
+    slow, fast, free = rows
     for row in rows:
         assert row.verdict == (
             "fast" if row.needed_bytes_per_s <= row.given_bytes_per_s else "slow"
@@ -49,16 +60,23 @@ def require_agreement(rows: tuple[Row, ...]) -> None:
     assert (slow.verdict, fast.verdict, free.verdict) == ("slow", "fast", "fast")
 
 
-def test_the_committed_report_says_what_it_should() -> None:
-    report = Report.load(REPORT)
-    require_agreement(report.rows)
-    assert table(report).count("\n") == 1 + len(report.rows)
+def test_the_committed_bench_found_the_rates_of_the_lines(report: Report) -> None:
+    require_rates(report.rows)
+    assert table(report).count("\n") == 1 + len(report.rows) + (not report.is_priced)
+
+
+def test_the_verdict_on_the_committed_bench_flips_between_the_rates(report: Report) -> None:
+    if not report.is_priced:
+        pytest.skip(NO_FACTS)
+    require_verdicts(report.rows)
 
 
 @pytest.mark.timed
 @pytest.mark.usefixtures("_namespaces")
 def test_the_rate_of_the_line_is_found_and_the_verdict_follows() -> None:
-    require_agreement(measure().rows)
+    rows = measure().rows
+    require_rates(rows)
+    require_verdicts(rows)
 
 
 @pytest.mark.usefixtures("_namespaces")

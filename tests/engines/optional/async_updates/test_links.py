@@ -9,6 +9,7 @@ import pytest
 from tests.benchmarks import updates
 from tests.benchmarks.updates import BACKUP, LOCAL, ONE_SERVER, PLAIN, PLANS, SLEEP_S, Report
 from tests.namespaces import why_not
+from tests.validation.command import NO_FACTS
 
 ASYNCHRONOUS = f"{ONE_SERVER} updates=asynchronous"
 BACKUP_OF_TWO = "dp_replicate=1 servers=2 backup_workers=1"
@@ -16,7 +17,7 @@ BACKUP_OF_TWO = "dp_replicate=1 servers=2 backup_workers=1"
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return Report.load(updates.REPORT)
+    return updates.repriced()
 
 
 def late(report: Report, plan: str) -> float:
@@ -27,6 +28,8 @@ def late(report: Report, plan: str) -> float:
 
 def test_predictions_lie_on_what_was_measured(report: Report) -> None:
     """Within its range each, with the straggler and without."""
+    if report.cluster is None:
+        pytest.skip(NO_FACTS)
     assert [(row.plan, row.sleep_s) for row in report.rows if not row.is_in_range] == []
     ratios = [row.predicted_s / row.step_s for row in report.rows]
     assert statistics.median(ratios) == pytest.approx(1, rel=0.15)
@@ -71,7 +74,7 @@ def test_a_second_server_halves_what_a_link_takes(report: Report) -> None:
 
 def test_the_table_has_a_line_for_every_row(report: Report) -> None:
     assert len(report.rows) == 2 * len(PLANS)
-    assert updates.table(report).count("\n") == 1 + len(report.rows)
+    assert updates.table(report).count("\n") == 1 + len(report.rows) + (report.cluster is None)
 
 
 @pytest.mark.timed
