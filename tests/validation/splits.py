@@ -17,9 +17,11 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from advisor.whatif.sweep.points import Sweep, Swept
-from profiles.record import Document, read_text
-from tests.validation.command import command
+from advisor.whatif.sweep.points import Point, Sweep, Swept
+from profiles.machine.cluster import ClusterProfile
+from profiles.model.times import BlockTimes
+from profiles.record import Document, Record
+from tests.validation.command import NO_FACTS, command
 
 REPORT = Path(__file__).with_name("splits.json")
 MODEL, GLOBAL_BATCH, OPTIMIZER = "resnet50-64px", 24, "sgd"
@@ -27,23 +29,54 @@ CUT = "pp=2 schedule=gpipe stages=layer3.0"
 PLANS = ("dp_replicate=1", "pp=2 schedule=naive stages=layer3.0", f"{CUT} microbatch_size=6")
 SIZES = ("1", "2", "3", "4", "6", "8", "12", "24")
 RANKS = 2
+FEWEST_ROWS = 2  # batch norms want as many
 STEPS = 7
 BENCH_S = 15.0
 RANK_LATE_S = 60.0
 TIME_LIMIT_S = 400.0
 
 
+class Ground(Record):
+    """What one job measured before the sweep that is predicted from it.
+
+    Attributes:
+        cluster: its ranks, as benched.
+        times: of the model's blocks, for each size of a microbatch.
+    """
+
+    cluster: ClusterProfile
+    times: tuple[BlockTimes, ...]
+
+
+class Part(Document):
+    """One sweep, and the facts of its predictions."""
+
+    sweep: Sweep
+    ground: Ground
+
+
 class Report(Document):
-    """Both sweeps, and on what they were measured."""
+    """Both sweeps, and on what they were measured.
+
+    Attributes:
+        plans_ground, sizes_ground: None in reports of before they were stored.
+    """
 
     measured_at: str
     machine: str
     torch: str
     plans: Sweep
     sizes: Sweep
+    plans_ground: Ground | None = None
+    sizes_ground: Ground | None = None
+
+    @property
+    def is_priced(self) -> bool:
+        """True if both sweeps store what they are predicted from."""
+        return self.plans_ground is not None and self.sizes_ground is not None
 
 
-def measured(part: str) -> Sweep:
+def measured(part: str) -> Part:
     """`part` of the report, by a job of its own.
 
     Raises:
@@ -65,7 +98,7 @@ def measured(part: str) -> Sweep:
             said = job.communicate()[1]
         if job.returncode or not path.exists():
             raise RuntimeError(said)
-        return Sweep.model_validate_json(read_text(path))
+        return Part.load(path)
 
 
 def _rank(path: str) -> None:
@@ -73,11 +106,15 @@ def _rank(path: str) -> None:
     from advisor.auto.measure import measured_sweep
     from engines.plan import PartialPlan
     from engines.runtime.world import join_world, leave_world
+    from profiles.cache import every
     from profiles.machine.bench import bench
     from profiles.machine.probe import probe
 
     is_plans = Path(path).stem == "plans"
     world = join_world(timeout_s=RANK_LATE_S)
+    # Both ranks time the blocks, rank 0 decides by its own: they must not meet in one cache.
+    os.environ["XDG_CACHE_HOME"] = str(Path(path).with_name(f"cache{world.rank}"))
+    cluster = bench(probe(), budget_s=BENCH_S)
     actual = measured_sweep(
         MODEL,
         Swept.PLAN if is_plans else Swept.SPLIT_SIZE,
@@ -87,10 +124,11 @@ def _rank(path: str) -> None:
         optimizer=OPTIMIZER,
         steps=STEPS,
         timeout_s=RANK_LATE_S,
-        cluster=bench(probe(), budget_s=BENCH_S),
+        cluster=cluster,
     )
     if world.rank == 0:
-        Path(path).write_text(actual.model_dump_json())
+        times = sorted(every("times", BlockTimes), key=lambda of: of.samples)
+        Part(sweep=actual, ground=Ground(cluster=cluster, times=tuple(times))).save(path)
     leave_world()
 
 
@@ -98,12 +136,52 @@ def measure() -> Report:
     """Both parts, one after the other."""
     import torch
 
+    plans, sizes = measured("plans"), measured("sizes")
     return Report(
         measured_at=datetime.now(UTC).strftime("%Y-%m-%d"),
         machine=f"{os.cpu_count()} cores {platform.machine()}",
         torch=torch.__version__,
-        plans=measured("plans"),
-        sizes=measured("sizes"),
+        plans=plans.sweep,
+        sizes=sizes.sweep,
+        plans_ground=plans.ground,
+        sizes_ground=sizes.ground,
+    )
+
+
+def repriced() -> Report:
+    """Load the committed report, predicted by today's code if it stores the facts."""
+    report = Report.load(REPORT)
+    sweeps = {"plans": report.plans, "sizes": report.sizes}
+    for part, ground in (("plans", report.plans_ground), ("sizes", report.sizes_ground)):
+        if ground is not None:
+            points = tuple(priced(point, ground) for point in sweeps[part].points)
+            sweeps[part] = sweeps[part].model_copy(update={"points": points})
+    return report.model_copy(update=sweeps)
+
+
+def priced(point: Point, ground: Ground) -> Point:
+    """With what is predicted for its plan today, from blocks timed at the rows of a microbatch."""
+    from advisor.auto.facts_from_module import look
+    from advisor.auto.measure import OPTIMIZERS, repeated
+    from advisor.cost import estimate
+    from advisor.inputs.models import load_model
+    from advisor.inputs.resize import resized
+
+    loaded = load_model(MODEL, samples=FEWEST_ROWS, sequence_length=None)
+    rows = max(FEWEST_ROWS, point.plan.microbatch_size or GLOBAL_BATCH)
+    facts = look(
+        loaded.module,
+        repeated(loaded.sample, rows),
+        loss_fn=loaded.loss_fn,
+        cluster=resized(ground.cluster, point.devices),
+        global_batch_size=GLOBAL_BATCH,
+        optimizer=OPTIMIZERS[OPTIMIZER],
+    )
+    times = next(of for of in ground.times if of.samples == rows)
+    model = facts.model.model_copy(update={"times": (times,)})
+    cost = estimate(point.plan, facts.model_copy(update={"model": model}))
+    return point.model_copy(
+        update={"step_s": cost.step_s, "low_s": cost.step_low_s, "high_s": cost.step_high_s}
     )
 
 
@@ -120,17 +198,18 @@ def table(report: Report) -> str:
         console.print(sweep_table(sweep))
         console.print()
     assert isinstance(console.file, StringIO)
-    return f"{report.machine}, torch {report.torch}\n\n{console.file.getvalue().rstrip()}"
+    note = "" if report.is_priced else f"\n\n{NO_FACTS}"
+    return f"{report.machine}, torch {report.torch}\n\n{console.file.getvalue().rstrip()}{note}"
 
 
 def main() -> int:
     """The command."""
     return command(
-        Report,
         REPORT,
         about=__doc__,
         rank=_rank,
         measure=measure,
+        repriced=repriced,
         table=table,
         missing=lambda: None,
     )

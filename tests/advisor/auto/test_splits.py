@@ -10,12 +10,20 @@ import pytest
 
 from advisor.whatif.sweep.picture import picture
 from advisor.whatif.sweep.points import Sweep
-from tests.validation.splits import PLANS, REPORT, SIZES, Report, table
+from tests.validation.command import NO_FACTS
+from tests.validation.splits import PLANS, SIZES, Report, repriced, table
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return Report.load(REPORT)
+    return repriced()
+
+
+@pytest.fixture(scope="module")
+def priced_report(report: Report) -> Report:
+    if not report.is_priced:
+        pytest.skip(NO_FACTS)
+    return report
 
 
 def seconds(sweep: Sweep) -> list[float]:
@@ -32,8 +40,9 @@ def disjoint(sweep: Sweep) -> list[str]:
     ]
 
 
-def test_nine_of_ten_predicted_ranges_contain_the_measurement(report: Report) -> None:
-    """Nine of ten is the promise of the ranges; the machine had other work at times."""
+def test_nine_of_ten_predicted_ranges_hold_what_was_measured(priced_report: Report) -> None:
+    """As many as ranges are to hold; these cores have other work at times."""
+    report = priced_report
     points = [*report.plans.points, *report.sizes.points]
     assert len(disjoint(report.plans) + disjoint(report.sizes)) <= len(points) / 10
 
@@ -41,15 +50,23 @@ def test_nine_of_ten_predicted_ranges_contain_the_measurement(report: Report) ->
 def test_ranges_hold_for_one_device_naive_stages_and_a_pipeline(report: Report) -> None:
     assert [point.label for point in report.plans.points] == list(PLANS)
     assert [point.devices for point in report.plans.points] == [1, 2, 2]
-    assert disjoint(report.plans) == []
 
 
-def test_small_splits_cost_more_as_predicted(report: Report) -> None:
-    """Gradients are accumulated once for each split, and few images keep a core less busy."""
+def test_one_device_in_turn_and_as_a_pipeline_lie_in_their_ranges(priced_report: Report) -> None:
+    assert apart(priced_report.plans) == []
+
+
+def test_small_splits_cost_more(report: Report) -> None:
+    """Gradients are added up once for each, and few images keep a core less busy."""
     assert [point.label for point in report.sizes.points] == list(SIZES)
-    measured, predicted = seconds(report.sizes), [p.step_s for p in report.sizes.points]
-    assert measured.index(max(measured)) == predicted.index(max(predicted)) == 0
+    measured = seconds(report.sizes)
+    assert measured.index(max(measured)) == 0
     assert measured[0] > 2 * min(measured)
+
+
+def test_small_splits_are_predicted_to_cost_more(priced_report: Report) -> None:
+    predicted = [point.step_s for point in priced_report.sizes.points]
+    assert predicted.index(max(predicted)) == 0
     assert predicted[0] > 2 * min(predicted)
 
 
