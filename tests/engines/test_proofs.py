@@ -54,14 +54,14 @@ def _apply(split_over: int, size_of_proof: int) -> list[str]:
 
 
 @pytest.mark.dist
-def test_a_known_proof_is_not_made_again(pool: Pool) -> None:
+def test_a_known_proof_is_reused(pool: Pool) -> None:
     for split in pool.run(_apply, 2, 2, world_size=2):
         assert split
         assert split != ["proved again"]
 
 
 @pytest.mark.dist
-def test_the_proof_of_another_size_is_not_taken(pool: Pool) -> None:
+def test_a_proof_of_another_size_is_not_reused(pool: Pool) -> None:
     assert pool.run(_apply, 2, 4, world_size=2) == [["proved again"]] * 2
 
 

@@ -69,7 +69,7 @@ def test_blocks_of_a_ranks_stages_are_compiled_and_train_the_same(pool: Pool) ->
     assert second[2] == [False, True, True]
 
 
-def test_without_a_compiler_the_remedies_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_refused_with_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES["gpt"]
     model = case.build()
     monkeypatch.setenv("PATH", "")
@@ -79,7 +79,7 @@ def test_without_a_compiler_the_remedies_are_named(monkeypatch: pytest.MonkeyPat
     assert "set compile=false" in str(caught.value)
 
 
-def test_statistics_that_a_second_run_would_count_twice_are_refused_by_name() -> None:
+def test_compile_with_recompute_refuses_batch_statistics_by_name() -> None:
     case = CASES["resnet-batch-norm"]
     model, plan = case.build(), Plan.parse("compile=true recompute=full")
     with pytest.raises(PlanError, match=r"`layers\.0` has buffers that its forward might change"):

@@ -114,7 +114,7 @@ def _stateful(kind: str, plan: str) -> tuple[float, list[float], list[str]]:
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("kind", STATEFUL)
 @pytest.mark.parametrize("plan", ["dp_replicate=1", "dp_replicate=2", "dp_shard=2"])
-def test_blocks_that_change_their_buffers_compute_the_same_twice(
+def test_recompute_restores_buffers_that_a_block_changes(
     pool: Pool, plan: str, kind: str, recompute: str
 ) -> None:
     size = Plan.parse(plan).world_size
@@ -138,7 +138,7 @@ def _dropout(recompute: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_dropout_draws_the_same_numbers_both_times(recompute: str) -> None:
+def test_recompute_repeats_the_dropout_mask(recompute: str) -> None:
     plain, actual = _dropout("none"), _dropout(recompute)
     assert all(torch.equal(actual[n], plain[n]) for n in plain)
 
@@ -159,7 +159,7 @@ class Hoarding(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_block_that_computes_something_else_the_second_time_is_explained(recompute: str) -> None:
+def test_a_block_that_recomputes_something_else_is_refused_with_the_reason(recompute: str) -> None:
     case = Case(lambda: Stack(Hoarding), CASES["lstm"].batch, CASES["lstm"].loss_fn)
     _, parallel = spread(case, f"dp_replicate=1 recompute={recompute}")
     for module in parallel.module.modules():

@@ -43,7 +43,7 @@ def _load(plan: str, folder: str) -> tuple[dict[str, Tensor], float]:
         ("dp_replicate=1", "dp_replicate=2 zero=2"),
     ],
 )
-def test_what_one_plan_saved_another_loads(
+def test_a_checkpoint_of_one_plan_loads_under_another(
     pool: Pool, tmp_path: Path, saved: str, loaded: str
 ) -> None:
     folder = str(tmp_path / "checkpoint")

@@ -90,7 +90,7 @@ def test_the_kernel_of_cuda_is_the_formula_too(is_causal: bool) -> None:
 # The ring
 
 
-def test_a_rank_has_a_chunk_from_each_end_and_together_they_have_all() -> None:
+def test_each_rank_gets_one_chunk_from_each_end_of_the_sequence() -> None:
     whole = torch.arange(12).view(1, 12)
     parts = [part(whole, rank=rank, size=3) for rank in range(3)]
     assert parts[0].tolist() == [[0, 1, 10, 11]]
@@ -267,7 +267,7 @@ def split_error() -> float:
 
 
 @pytest.mark.dist
-def test_layers_may_be_split_beside(pool: Pool) -> None:
+def test_context_and_tensor_parallelism_combine(pool: Pool) -> None:
     assert max(pool.run(split_error, world_size=4, timeout_s=120)) < TOLERANCE
 
 
@@ -342,7 +342,7 @@ def sliding_window() -> nn.Module:
         (lambda: CASES["lstm"].build(), "set cp=1"),
     ],
 )
-def test_tokens_that_meet_outside_of_attention_are_refused(
+def test_mixing_tokens_outside_of_attention_is_refused(
     build: Callable[[], nn.Module], says: str
 ) -> None:
     is_series = says == "set cp=1"
@@ -379,7 +379,7 @@ class Waves(TinyGPT):
         return logits
 
 
-def test_what_a_model_counts_beside_its_tokens_is_not_taken_for_their_places() -> None:
+def test_a_range_that_may_be_a_count_is_not_taken_for_positions() -> None:
     """Of 16 tokens each of 2 ranks has 8: `arange(8)` may be both."""
     batch = torch.randint(0, 61, (2, 16)), torch.randint(0, 61, (2, 16))
     assert prove(Waves(7), batch, token_loss, size=2).counts == {7}
@@ -391,7 +391,7 @@ def test_what_a_model_counts_beside_its_tokens_is_not_taken_for_their_places() -
     proof.require_places(16, 2)
 
 
-def test_labels_are_shifted_before_they_are_shared_out_where_the_loss_shifts_them() -> None:
+def test_labels_are_shifted_before_sharding_if_the_loss_shifts_them() -> None:
     pytest.importorskip("transformers")
     from tests import zoo
 
@@ -404,7 +404,7 @@ def test_labels_are_shifted_before_they_are_shared_out_where_the_loss_shifts_the
     )
 
 
-def test_a_model_without_values_is_proved_on_numbers_that_are_made_up() -> None:
+def test_a_meta_model_is_proved_on_random_values() -> None:
     with torch.device("meta"):
         model = TinyGPT()
     proof = prove(model, CASES["gpt"].batch(2), token_loss, size=2)
@@ -420,7 +420,7 @@ def test_a_proof_leaves_the_model_and_the_random_numbers_as_they_were() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_what_a_model_drops_out_of_attention_is_refused_when_it_is_trained() -> None:
+def test_attention_dropout_is_refused_in_training() -> None:
     from engines.context.attention import require_plain
 
     q = torch.zeros(1, 1, 4, 8)

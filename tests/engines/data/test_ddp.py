@@ -64,5 +64,5 @@ def _depthwise() -> float:
 
 
 @pytest.mark.dist
-def test_a_stride_that_says_nothing_is_no_cause_for_a_warning(pool: Pool) -> None:
+def test_strides_of_size_one_dimensions_cause_no_warning(pool: Pool) -> None:
     assert max(pool.run(_depthwise, world_size=2)) < 1e-5

@@ -112,7 +112,7 @@ def test_streams_and_plain_lists_are_split_by_row() -> None:
     assert epochs([torch.arange(5).view(-1, 1)], 0, 2)[0] == [[0, 1, 2]]
 
 
-def test_tuples_and_a_replica_without_rows() -> None:
+def test_tuples_are_split_also_for_a_replica_without_rows() -> None:
     data = TensorDataset(torch.arange(5), torch.arange(5) * 10)
     sharded = ShardedLoader(DataLoader(data, batch_size=4), replica=3, replicas=4, seed=0)
     parts = [(a.tolist(), b.tolist()) for a, b in sharded]
@@ -276,7 +276,7 @@ def test_ready_made_batches_in_order_are_split_by_row() -> None:
     assert epochs(loader, 1, 2)[0] == [[2, 3], [6, 7]]
 
 
-def test_worker_processes_see_the_same_batches_and_augment_apart() -> None:
+def test_worker_processes_see_the_same_batches_and_augment_independently() -> None:
     loader = DataLoader(Noisy(8), batch_size=4, shuffle=True, num_workers=1)
     rows, noise = [], []
     for replica in range(2):

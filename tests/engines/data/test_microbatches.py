@@ -62,7 +62,7 @@ def _own_rows(plan: str, replicas: int) -> list[str]:
         ("pp=2 dp_replicate=2 schedule=gpipe microbatches=2 stages=blocks.1", 2),
     ],
 )
-def test_ranks_of_one_replica_with_different_rows_are_told(
+def test_different_rows_within_one_replica_are_refused(
     pool: Pool, plan: str, replicas: int
 ) -> None:
     for messages in pool.run(_own_rows, plan, replicas, world_size=2 * replicas):
@@ -92,7 +92,7 @@ def _bad_on_one_rank(plan: str) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", KINDS)
-def test_a_bad_batch_on_one_rank_is_told_to_every_rank(pool: Pool, plan: str) -> None:
+def test_a_bad_batch_on_one_rank_is_refused_on_every_rank(pool: Pool, plan: str) -> None:
     fine, bad = pool.run(_bad_on_one_rank, plan, world_size=2, timeout_s=20)
     assert len(fine) == len(bad) == 3
     assert all("first dimensions differ: element 0 has 3, element 1 has 4" in t for t in bad)

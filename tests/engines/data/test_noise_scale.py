@@ -158,14 +158,14 @@ def test_gradients_of_an_earlier_batch_are_not_taken_for_this_ones() -> None:
         ("dp_replicate=1", "one replica with one microbatch has one size"),
     ],
 )
-def test_where_it_cannot_be_measured_the_plan_is_refused(plan: str, said: str) -> None:
+def test_plans_that_cannot_measure_the_noise_scale_are_refused(plan: str, said: str) -> None:
     from engines.data.noise_scale import require_measurable
 
     with pytest.raises(PlanError, match=said):
         require_measurable(Plan.parse(plan))
 
 
-def test_it_is_not_there_unless_it_was_asked_for() -> None:
+def test_noise_scale_is_measured_on_request_only() -> None:
     _, parallel = alone("gpt")
     with pytest.raises(InputError, match="`measure_noise` is off"):
         _ = parallel.noise_scale
@@ -174,7 +174,7 @@ def test_it_is_not_there_unless_it_was_asked_for() -> None:
         _ = parallel.noise_scale
 
 
-def test_a_gradient_that_drowns_has_no_critical_batch() -> None:
+def test_a_gradient_hidden_by_noise_has_no_critical_batch() -> None:
     actual = NoiseScale(covariance_trace=5.0, gradient_square=-0.1, batch=8, steps=3)
     assert actual.critical_batch == inf
     assert "noise hides the gradient (3 steps at batch 8)" in str(actual)

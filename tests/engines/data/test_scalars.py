@@ -56,7 +56,9 @@ def _errors(plan: str) -> tuple[float, float, float, bool]:
 @pytest.mark.parametrize(
     "plan", ["dp_shard=2", "dp_replicate=2 zero=1 accumulation=3", "dp_replicate=2 dp_shard=2"]
 )
-def test_shards_leave_it_whole_and_average_its_gradient(pool: Pool, plan: str) -> None:
+def test_scalar_parameters_stay_whole_and_their_gradients_are_averaged(
+    pool: Pool, plan: str
+) -> None:
     size = 4 if "dp_replicate=2 dp_shard=2" in plan else 2
     for gradients, norm, state, is_whole in pool.run(_errors, plan, world_size=size):
         assert gradients < 1e-6

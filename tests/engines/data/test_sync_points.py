@@ -94,9 +94,7 @@ class _Sleeps(torch.autograd.Function):
         ),
     ],
 )
-def test_a_rank_that_does_not_come_is_named_within_the_timeout(
-    pool: Pool, point: str, said: str
-) -> None:
+def test_a_missing_rank_is_named_within_the_timeout(pool: Pool, point: str, said: str) -> None:
     results = pool.run(_without_one, point, world_size=3, timeout_s=40)
     for rank, (text, seconds) in enumerate(results):
         if rank != LATE:
@@ -121,6 +119,6 @@ def _existing_group() -> float:
 
 
 @pytest.mark.dist
-def test_a_timeout_that_is_given_bounds_a_group_that_was_there_before(pool: Pool) -> None:
+def test_a_given_timeout_bounds_an_existing_process_group(pool: Pool) -> None:
     results = pool.run(_existing_group, world_size=2, timeout_s=40)
     assert 0.4 < results[0] < 1.9

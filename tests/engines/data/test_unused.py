@@ -112,7 +112,7 @@ def _unused_in_a_classic_loop() -> str:
 
 
 @pytest.mark.dist
-def test_ddp_tells_of_unused_parameters_in_a_classic_loop(pool: Pool) -> None:
+def test_ddp_reports_unused_parameters_in_a_classic_loop(pool: Pool) -> None:
     for text in pool.run(_unused_in_a_classic_loop, world_size=2, timeout_s=20):
         assert "outputs that had a loss do not depend on all of them" in text
         assert "give a sample that leaves the same parameters unused" in text

@@ -61,7 +61,7 @@ def test_experts_are_weights_with_a_dimension_of_their_own() -> None:
     assert experts_of(nn.Conv1d(4, 4, 3)) == 0
 
 
-def test_what_an_expert_makes_must_be_in_proportion_to_what_it_weighs() -> None:
+def test_expert_activations_must_be_in_proportion_to_their_weights() -> None:
     require_separable("mixture", Mixture(), size=2)
     with pytest.raises(PlanError, match="their parts do not add up to the whole"):
         require_separable("mixture", Mixture(power=2), size=2)
@@ -70,7 +70,7 @@ def test_what_an_expert_makes_must_be_in_proportion_to_what_it_weighs() -> None:
 @pytest.mark.parametrize(
     ("name", "count"), [("mixtral", 3), ("Qwen 3 MoE", 4), ("GPT-OSS", 4), ("DeepSeek-V3", 4)]
 )
-def test_those_of_transformers_are_found_and_proved(name: str, count: int) -> None:
+def test_experts_of_transformers_are_found_and_proved(name: str, count: int) -> None:
     pytest.importorskip("transformers")
     from tests import zoo
 
@@ -239,7 +239,7 @@ def by_settings() -> tuple[str, float]:
 
 
 @pytest.mark.dist
-def test_what_settings_leave_open_is_filled_in(pool: Pool) -> None:
+def test_open_settings_of_expert_parallelism_are_filled_in(pool: Pool) -> None:
     pytest.importorskip("transformers")
     for plan, error in pool.run(by_settings, world_size=2):
         assert {"dp_replicate=2", "ep=2"} <= set(plan.split())

@@ -19,7 +19,7 @@ from tests.engines.legality.test_legality import model, rules
         "compression=powersgd compression_rank=4 accumulation=2",
     ],
 )
-def test_ddp_may_choose(words: str) -> None:
+def test_ddp_may_choose_its_aggregation(words: str) -> None:
     assert rules(f"dp_replicate=4 {words}", model(), cpu_ranks(4, nodes=2)) == []
 
 
@@ -32,7 +32,9 @@ def test_ddp_may_choose(words: str) -> None:
         ("aggregation=tree", "data_parallel is none"),
     ],
 )
-def test_others_may_not(plan: str, said: str) -> None:
+def test_other_kinds_of_data_parallelism_may_not_choose_an_aggregation(
+    plan: str, said: str
+) -> None:
     parsed = Plan.parse(plan)
     cluster = cpu_ranks(parsed.world_size)
     results = [p for p in problems(parsed, model(), cluster) if p.rule == "aggregation-without-ddp"]
@@ -57,7 +59,7 @@ def test_one_node_has_no_hierarchy() -> None:
         ("zero=1 bucket_mib=50", "bucket-without-ddp"),
     ],
 )
-def test_settings_that_do_not_go_together(words: str, rule: str) -> None:
+def test_incompatible_aggregation_settings_are_refused(words: str, rule: str) -> None:
     assert rules(f"dp_replicate=4 {words}", model(), cpu_ranks(4)) == [rule]
 
 

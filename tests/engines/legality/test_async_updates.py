@@ -31,7 +31,7 @@ def rules_of(plan: str, profile: ModelProfile | None = None) -> list[str]:
         "dp_replicate=4 updates=diloco sync_every=500 recompute=full accumulation=2",
     ],
 )
-def test_whole_replicas_may(plan: str) -> None:
+def test_whole_replicas_may_update_asynchronously(plan: str) -> None:
     assert rules_of(plan) == []
 
 
@@ -50,11 +50,11 @@ def test_whole_replicas_may(plan: str) -> None:
         ("dp_replicate=2 updates=local sync_batch_norm=true", ["updates-batch-norm"]),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_a_way_out(plan: str, rules: list[str]) -> None:
+def test_incompatible_update_settings_are_refused_with_a_hint(plan: str, rules: list[str]) -> None:
     assert rules_of(plan) == rules
 
 
-def test_a_model_that_is_cut_has_no_whole_replicas() -> None:
+def test_a_split_model_has_no_whole_replicas() -> None:
     assert "updates-replicas" in rules_of("tp=2 dp_replicate=2 updates=local tensor_styles=a:row")
 
 

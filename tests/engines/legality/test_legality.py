@@ -66,7 +66,7 @@ def test_degrees_must_multiply_to_the_world() -> None:
     assert "has 8" in refusals[0].what
 
 
-def test_sequences_and_experts_are_shared_out_where_there_are_any() -> None:
+def test_cp_needs_sequences_and_ep_needs_experts() -> None:
     assert rules("cp=4", model(), cpu_ranks(4)) == ["context-without-tokens"]
     assert rules("dp_replicate=4 ep=2", model(), cpu_ranks(4)) == ["experts-none"]
 
@@ -88,7 +88,7 @@ def test_a_device_without_bf16_is_not_given_bf16() -> None:
     assert rules("precision=bf16", model(), gpus(1, "float32", "bfloat16")) == []
 
 
-def test_a_device_s_own_dtype_is_the_way_out() -> None:
+def test_a_device_without_bf16_is_offered_its_own_dtype() -> None:
     alone = gpus(1, "bfloat16")
     (problem,) = problems(Plan.parse("precision=fp32"), model(), alone)
     assert problem.hint == "set precision=bf16"
@@ -147,13 +147,13 @@ def test_offload_needs_shards() -> None:
         ("dp_replicate=2 offload_to=disk", "disk-without-offload"),
     ],
 )
-def test_what_cannot_be_kept_elsewhere_is_refused_with_a_way_out(plan: str, rule: str) -> None:
+def test_impossible_offload_is_refused_with_a_hint(plan: str, rule: str) -> None:
     refusals = problems(Plan.parse(plan), model(), cpu_ranks(2))
     assert rule in [p.rule for p in refusals]
     assert all(p.hint for p in refusals)
 
 
-def test_what_can_be_kept_elsewhere() -> None:
+def test_legal_offload_combinations() -> None:
     for plan in (
         "dp_replicate=2 offload=optimizer",
         "dp_replicate=2 offload=optimizer,activations offload_to=disk",
@@ -166,7 +166,7 @@ def test_what_can_be_kept_elsewhere() -> None:
         assert rules(plan, model(), cpu_ranks(2)) == []
 
 
-def test_activations_elsewhere_need_blocks() -> None:
+def test_activation_offload_needs_blocks() -> None:
     flat = model(unit("lstm", is_block=False))
     assert rules("offload=activations", flat, cpu_ranks(1)) == ["offload-without-blocks"]
 
@@ -176,7 +176,7 @@ def test_recompute_needs_blocks() -> None:
     assert rules("recompute=full", flat, cpu_ranks(1)) == ["recompute-without-blocks"]
 
 
-def test_a_refusal_lists_every_problem_and_every_way_out() -> None:
+def test_a_refusal_lists_every_problem_and_every_hint() -> None:
     with pytest.raises(PlanError) as caught:
         require_legal(Plan.parse("cp=2 offload=states"), model(), cpu_ranks(4))
     text = str(caught.value)

@@ -63,7 +63,7 @@ def test_an_impossible_pipeline_is_refused_by_its_rule(plan: str, rule: str, wor
         ("loss", "units: embed, blocks.0"),
     ],
 )
-def test_a_border_that_is_none_is_answered_with_those_that_are(border: str, hint: str) -> None:
+def test_an_unknown_stage_border_is_refused_with_the_valid_ones(border: str, hint: str) -> None:
     plan = Plan.parse(f"pp=2 schedule=gpipe stages={border}")
     (problem,) = problems(plan, GPT, cpu_ranks(2))
     assert problem.rule == "stage-unknown"

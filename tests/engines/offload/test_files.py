@@ -73,7 +73,7 @@ def test_training_in_files_is_the_same_to_the_last_digit(
     assert os.listdir(tmp_path) == []
 
 
-def test_parameters_gradients_and_states_are_files_and_stay_so(tmp_path: Path) -> None:
+def test_parameters_gradients_and_states_stay_in_files(tmp_path: Path) -> None:
     plan = Plan.parse(f"zero=3 accumulation=2 {IN_FILES}")
     module, parallel = alone("gpt", plan=plan, optimizer=adam, offload_folder=tmp_path)
     for _ in range(2):
@@ -93,7 +93,7 @@ def test_parameters_gradients_and_states_are_files_and_stay_so(tmp_path: Path) -
     assert all(map(is_file, states))
 
 
-def test_what_is_in_files_is_not_in_memory(tmp_path: Path) -> None:
+def test_tensors_in_files_take_no_memory(tmp_path: Path) -> None:
     """Adam's states, parameters and gradients: four times the parameters, at the step."""
 
     def peak_bytes(settings: str) -> int:
@@ -118,7 +118,7 @@ def test_what_is_in_files_is_not_in_memory(tmp_path: Path) -> None:
         (f"{STAGES} offload=optimizer", "offload-stages"),
     ],
 )
-def test_what_does_not_go_together_is_refused_by_name(plan: str, rule: str) -> None:
+def test_incompatible_offload_settings_are_refused_by_name(plan: str, rule: str) -> None:
     profile = profile_of(CASES["gpt"], CASES["gpt"].build())
     refusals = problems(Plan.parse(plan), profile, cpu_ranks(Plan.parse(plan).world_size))
     assert rule in [problem.rule for problem in refusals]
@@ -181,7 +181,7 @@ def _goes_on(folder: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.dist
-def test_two_ranks_go_on_from_each_others_checkpoint(pool: Pool, tmp_path: Path) -> None:
+def test_two_ranks_resume_from_each_others_checkpoint(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(_goes_on, str(tmp_path), world_size=2) == [(True, True)] * 2
 
 
@@ -224,7 +224,7 @@ def _odd(folder: str) -> bool:
 
 
 @pytest.mark.dist
-def test_shards_that_are_not_even_or_empty_live_in_files_too(pool: Pool, tmp_path: Path) -> None:
+def test_uneven_and_empty_shards_are_offloaded_to_files(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(_odd, str(tmp_path), world_size=2) == [True, True]
 
 
@@ -260,7 +260,7 @@ def _full_on_rank_1(settings: str, folder: str, late: bool) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("late", [False, True])
-def test_a_full_disk_is_told_on_every_rank(pool: Pool, late: bool, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_on_every_rank(pool: Pool, late: bool, tmp_path: Path) -> None:
     """With shards when the plan is applied; with optimizer states in the first step."""
     kind = "dp_replicate=2 offload=optimizer" if late else "dp_shard=2 offload=states"
     plan = f"{kind} offload_to=disk"
@@ -273,7 +273,7 @@ def test_a_full_disk_is_told_on_every_rank(pool: Pool, late: bool, tmp_path: Pat
     assert os.listdir(tmp_path) == []
 
 
-def test_a_disk_that_is_full_is_an_error_and_no_signal(tmp_path: Path) -> None:
+def test_a_full_disk_raises_an_error_and_not_a_signal(tmp_path: Path) -> None:
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True
     )
@@ -289,7 +289,7 @@ def test_a_disk_that_is_full_is_an_error_and_no_signal(tmp_path: Path) -> None:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
-def test_a_process_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_files(tmp_path: Path) -> None:
     script = (
         "import sys, torch\n"
         "from engines.offload.pool import OffloadPool\n"
@@ -308,7 +308,7 @@ def test_a_process_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_somebody_else_left_in_the_folder_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_a_foreign_file_in_the_offload_folder_is_left_alone(tmp_path: Path) -> None:
     """A file has a name for a moment, when it is empty: killed just then, that is what stays."""
     (tmp_path / "offload-left").touch()
     plan = Plan.parse(f"zero=3 {IN_FILES}")
@@ -318,7 +318,7 @@ def test_what_somebody_else_left_in_the_folder_is_in_nobodys_way(tmp_path: Path)
 
 
 @pytest.mark.parametrize("folder", ["/proc", "missing"])
-def test_a_folder_that_takes_no_files_is_told_with_a_way_out(folder: str, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_refused_with_hints(folder: str, tmp_path: Path) -> None:
     plan = Plan.parse(f"zero=3 {IN_FILES}")
     with pytest.raises(
         InputError, match="no folder that can be written to: No such file"

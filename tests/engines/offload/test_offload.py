@@ -82,7 +82,7 @@ def _loss(output: Tensor, batch: object) -> Tensor:
     return output.sum()
 
 
-def test_memory_that_operations_share_is_moved_once_and_weights_stay() -> None:
+def test_shared_activation_storage_is_moved_once_and_weights_stay() -> None:
     room, batch = OffloadPool(CPU), torch.ones(32, 64)
     loss = _away(_wide(2), batch, room)(batch).sum()
     assert room.used_bytes == 2 * 32 * 64 * 4  # of each block what `exp` gave, for three operations
@@ -99,14 +99,14 @@ def test_blocks_on_disk_are_not_in_memory(tmp_path: Path) -> None:
     assert 7 * size_bytes <= saved <= 8 * size_bytes  # of the block in work they are in memory
 
 
-def test_an_evaluation_moves_nothing() -> None:
+def test_evaluation_offloads_no_activations() -> None:
     room, batch = OffloadPool(CPU), torch.ones(4, 64)
     with torch.no_grad():
         _away(_wide(2), batch, room)(batch)
     assert room.peak_bytes == 0
 
 
-def test_what_was_kept_is_what_is_read_also_where_it_was_changed_since() -> None:
+def test_a_saved_activation_keeps_its_value_when_its_tensor_is_changed_later() -> None:
     class Doubled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             doubled = x * 1.0
@@ -129,7 +129,7 @@ def _profile_of_two(model: nn.Module) -> ModelProfile:
     return profile
 
 
-def test_states_on_disk_are_all_and_only_what_adam_keeps(tmp_path: Path) -> None:
+def test_adam_moments_are_on_disk_and_step_counters_are_not(tmp_path: Path) -> None:
     model = nn.Linear(32, 16)
     optimizer, room = torch.optim.AdamW(model.parameters(), **ADAM), OffloadPool(CPU, tmp_path)
     OffloadedStates(optimizer, room, chunk_bytes=0)
@@ -151,7 +151,7 @@ def _is_file(tensor: Tensor) -> bool:
     return storage.filename is not None
 
 
-def test_loaded_states_go_to_the_disk_again(tmp_path: Path) -> None:
+def test_loaded_optimizer_states_are_offloaded_again(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     OffloadedStates(optimizer, OffloadPool(CPU, tmp_path))
@@ -165,7 +165,7 @@ def test_loaded_states_go_to_the_disk_again(tmp_path: Path) -> None:
     assert torch.equal(state["exp_avg"], before["exp_avg"])
 
 
-def test_a_scheduler_of_before_and_one_of_after_go_on(tmp_path: Path) -> None:
+def test_learning_rate_schedulers_work_across_offloading(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
@@ -202,7 +202,7 @@ def test_usual_optimizers_go_parameter_by_parameter(kind: type[torch.optim.Optim
     assert why_not_chunked(lambda params: kind(params, lr=0.1)) == ""  # type: ignore[call-arg]
 
 
-def test_disk_wants_a_folder(tmp_path: Path) -> None:
+def test_offload_to_disk_needs_a_folder(tmp_path: Path) -> None:
     plan = "offload=activations offload_to=disk"
     with pytest.raises(InputError, match="no folder is named"):
         _trained(plan)
@@ -210,7 +210,7 @@ def test_disk_wants_a_folder(tmp_path: Path) -> None:
         _trained(plan, offload_folder=tmp_path / "missing")
 
 
-def test_a_full_disk_is_told_before_anything_is_written(
+def test_a_full_disk_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: int) -> None:
@@ -224,7 +224,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_holds_less_by_what_is_away() -> None:
+def test_activation_offload_lowers_the_peak_of_a_gpu() -> None:
     """Activations but of the block in work; states but of a chunk of parameters."""
     device = torch.device("cuda")
 
@@ -247,7 +247,7 @@ def _profile_of_eight() -> ModelProfile:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_steps_with_states_that_wait_in_main_memory() -> None:
+def test_a_gpu_steps_with_optimizer_states_in_host_memory() -> None:
     device = torch.device("cuda")
     torch.manual_seed(0)
     here = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).to(device)
@@ -275,7 +275,7 @@ def test_a_gpu_steps_with_states_that_wait_in_main_memory() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_expandable_segments_hold_what_pieces_lose() -> None:
+def test_expandable_segments_avoid_fragmentation() -> None:
     """Tensors that grow by turns leave holes that none of the next ones fits into."""
     script = (
         "import torch\n"
@@ -322,7 +322,7 @@ def test_two_ranks_train_like_one_process(pool: Pool, plan: str) -> None:
         assert parity.parameter_after_steps <= TOLERANCE, parity
 
 
-def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_offloaded_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     plan = Plan.parse("offload=optimizer offload_to=disk")
     options = {"plan": plan, "offload_folder": tmp_path}
     options["optimizer"] = lambda params: torch.optim.AdamW(params, **ADAM)

@@ -27,20 +27,20 @@ FOUR = Plan.parse("data_parallel=threads dp_replicate=4 microbatch_size=2 accumu
         ("dp_replicate=8", "threads-across-nodes"),
     ],
 )
-def test_it_goes_with_nothing_else_and_on_one_node(words: str, rule: str) -> None:
+def test_threads_combine_with_no_other_axis_and_need_one_node(words: str, rule: str) -> None:
     model = capture(nn.Linear(2, 2), torch.zeros(2, 2))
     cluster = cluster_from_name("2x4xA100-SXM-80GB")
     refusals = problems(Plan.parse(f"data_parallel=threads {words}"), model, cluster)
     assert rule in [problem.rule for problem in refusals]
 
 
-def test_on_accelerators_of_a_node_it_is_legal_and_on_processors_it_is_not() -> None:
+def test_threads_are_legal_on_accelerators_of_a_node_only() -> None:
     model = capture(nn.Linear(2, 2), torch.zeros(2, 2))
     assert problems(FOUR, model, cluster_from_name("4xA100-SXM-80GB")) == []
     assert [p.rule for p in problems(FOUR, model, cpu_ranks(4))] == ["threads-processors"]
 
 
-def test_a_process_that_does_not_see_the_devices_is_told_so() -> None:
+def test_a_process_that_does_not_see_the_devices_is_refused() -> None:
     seen = torch.cuda.device_count()
     if seen >= 4:
         pytest.skip("this process sees four devices")
@@ -61,7 +61,7 @@ def test_the_process_takes_the_rows_of_all_devices() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch would use the GPUs")
-def test_on_processors_torch_calls_the_module_itself() -> None:
+def test_on_cpu_torch_calls_the_module_itself() -> None:
     model = nn.Linear(2, 2)
     world = World(rank=0, size=1, device=torch.device("cpu"), timeout_s=1.0)
     runner = data_parallel(model, FOUR, world)

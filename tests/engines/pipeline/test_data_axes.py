@@ -128,7 +128,7 @@ def clipped(text: str) -> tuple[float, float, float]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("text", [DDP, ZERO3, f"dp_shard=2 tp=2 {STYLES}"])
-def test_the_norm_counts_every_element_once(pool: Pool, text: str) -> None:
+def test_the_gradient_norm_counts_every_element_once(pool: Pool, text: str) -> None:
     for errors in pool.run(clipped, text, world_size=4):
         assert max(errors) < TOLERANCE
 
@@ -209,7 +209,7 @@ def _after_three_steps() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("before", "after"), [(ZERO1, "dp_replicate=2"), ("dp_replicate=2", ZERO1), (ZERO3, DDP)]
 )
-def test_a_saved_hybrid_goes_on_under_another_plan(
+def test_a_saved_hybrid_resumes_under_another_plan(
     pool: Pool, tmp_path: Path, before: str, after: str
 ) -> None:
     check_moved(pool, tmp_path, before, after)
@@ -219,7 +219,7 @@ def test_a_saved_hybrid_goes_on_under_another_plan(
 @pytest.mark.parametrize(
     ("before", "after"), [(THREE_AXES, "dp_replicate=2"), ("dp_replicate=2", THREE_AXES)]
 )
-def test_a_hybrid_of_three_axes_goes_on_under_another_plan(
+def test_a_hybrid_of_three_axes_resumes_under_another_plan(
     eight: Pool, tmp_path: Path, before: str, after: str
 ) -> None:
     check_moved(eight, tmp_path, before, after)
@@ -302,9 +302,7 @@ def classic_loop(text: str) -> tuple[float, float]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("text", ["tp=2", "dp_replicate=2 tp=2", "dp_shard=2 tp=2"])
-def test_gradients_that_are_parts_of_a_sum_are_summed_in_a_classic_loop(
-    pool: Pool, text: str
-) -> None:
+def test_partial_gradients_are_summed_in_a_classic_loop(pool: Pool, text: str) -> None:
     for errors in pool.run(classic_loop, text, world_size=Plan.parse(text).world_size):
         assert max(errors) < TOLERANCE
 
@@ -348,9 +346,7 @@ def dropped(text: str) -> dict[str, torch.Tensor]:
     "text",
     ["dp_replicate=2 tp=2", "pp=2 tp=2 schedule=1f1b microbatches=2 stages=feed"],
 )
-def test_what_is_whole_on_the_tp_axis_does_not_drift_apart_under_dropout(
-    pool: Pool, text: str
-) -> None:
+def test_tp_replicated_parameters_stay_equal_under_dropout(pool: Pool, text: str) -> None:
     results = pool.run(dropped, text, world_size=4)
     for one, other in (results[:2], results[2:]):
         assert one.keys() == other.keys()
@@ -372,7 +368,7 @@ def uneven() -> tuple[str, int, float]:
 
 
 @pytest.mark.dist
-def test_dropout_on_uneven_parts_is_an_error_and_not_a_drift(pool: Pool) -> None:
+def test_dropout_on_uneven_parts_raises_an_error(pool: Pool) -> None:
     for text, left, error in pool.run(uneven, world_size=2):
         assert "dropout within a layer that has no equal parts for 2 ranks" in text
         assert left == 0

@@ -113,13 +113,13 @@ def trained(kind: str) -> float | str:
         "changed gradient",
     ],
 )
-def test_a_hook_does_what_it_does_in_one_process(pool: Pool, kind: str) -> None:
+def test_hooks_act_as_in_one_process(pool: Pool, kind: str) -> None:
     for error in pool.run(trained, kind, world_size=2):
         assert error < 1e-5
 
 
 @pytest.mark.dist
-def test_what_a_hook_makes_and_hides_from_a_later_stage_is_refused(pool: Pool) -> None:
+def test_a_hidden_value_that_a_later_stage_needs_is_refused(pool: Pool) -> None:
     for text in pool.run(trained, "kept product", world_size=2):
         assert text == (
             "`(loss)` takes something that `first` made and does not return (a hook, a cache, a"
@@ -128,7 +128,7 @@ def test_what_a_hook_makes_and_hides_from_a_later_stage_is_refused(pool: Pool) -
 
 
 @pytest.mark.dist
-def test_a_hook_inside_a_unit_of_another_stage_is_said_to_be_out_of_reach(pool: Pool) -> None:
+def test_a_hook_inside_a_unit_of_another_stage_is_reported_out_of_reach(pool: Pool) -> None:
     other, last = pool.run(trained, "kept inside", world_size=2)
     assert last.startswith(
         "the loss uses a tensor of another stage, which is not here: a hook inside"

@@ -41,7 +41,7 @@ def test_a_changed_model_is_recorded_as_it_was(name: str) -> None:
     assert all(parameter.numel() == 1 for parameter in model.parameters())
 
 
-def test_ties_stay_ties_and_the_mode_is_the_one_of_now() -> None:
+def test_a_snapshot_keeps_ties_and_takes_the_current_mode() -> None:
     model = CASES["tied-frozen-unused"].build()
     skeleton = ModelSnapshot(model)
     model.eval()
@@ -52,7 +52,7 @@ def test_ties_stay_ties_and_the_mode_is_the_one_of_now() -> None:
         assert not any(module.training for module in model.modules())
 
 
-def test_what_crosses_a_cut_is_recorded_in_the_dtype_it_is_computed_in() -> None:
+def test_values_across_a_cut_are_recorded_in_their_compute_dtype() -> None:
     case = CASES["gpt"]
     model = case.build()
     profile = profile_of(case, model)

@@ -52,7 +52,7 @@ def _errors() -> tuple[float, float]:
     return relative(loss, expected.detach()), gradient_error(parallel, reference)
 
 
-def test_what_a_unit_draws_crosses_the_cut() -> None:
+def test_random_numbers_of_a_unit_cross_the_cut() -> None:
     flow = profile_of(CASE, CASE.build()).flow
     position = flow.first_call("last")
     assert position is not None

@@ -98,7 +98,7 @@ def clipped() -> tuple[float, float]:
 
 
 @pytest.mark.dist
-def test_the_norm_counts_a_tied_weight_once(pool: Pool) -> None:
+def test_the_gradient_norm_counts_a_tied_weight_once(pool: Pool) -> None:
     for norm, state in pool.run(clipped, world_size=2):
         assert max(norm, state) < 1e-5
 
@@ -152,7 +152,7 @@ def resumed(name: str, folder: str, before: str, after: str) -> float:
         (TIED, "pp=2 schedule=zbv microbatches=2 stages=blocks.0,blocks.2,head"),
     ],
 )
-def test_a_saved_pipeline_goes_on_under_another_plan(
+def test_a_saved_pipeline_resumes_under_another_plan(
     pool: Pool, tmp_path: Path, name: str, before: str, after: str
 ) -> None:
     assert max(pool.run(resumed, name, str(tmp_path / "ckpt"), before, after, world_size=2)) < 1e-5
@@ -174,7 +174,7 @@ def refused() -> list[str]:
 
 
 @pytest.mark.dist
-def test_what_a_pipeline_cannot_do_is_refused_with_a_way_out(pool: Pool) -> None:
+def test_unsupported_calls_on_a_pipeline_are_refused_with_hints(pool: Pool) -> None:
     for uneven, called in pool.run(refused, world_size=2):
         assert "5 rows cannot be cut into 2 equal microbatches" in uneven
         assert "give 4 or 6 rows" in uneven

@@ -13,7 +13,7 @@ from profiles.errors import InputError, UnknownNameError
 from tests.factories import facts, gpus, transformer
 
 
-def test_its_settings_are_those_of_a_plan() -> None:
+def test_settings_of_a_partial_plan_are_those_of_a_plan() -> None:
     plan = Plan.model_fields.keys() - {"schema_version"}
     assert PartialPlan.model_fields.keys() == plan | {"zero"}
     default = Plan().as_partial().fixed
@@ -22,7 +22,7 @@ def test_its_settings_are_those_of_a_plan() -> None:
             assert str(PartialPlan.build({name: value}).fixed[name]) == str(value)
 
 
-def test_what_is_open_is_none_and_what_is_fixed_is_listed_in_the_order_of_plans() -> None:
+def test_open_settings_are_none_and_fixed_ones_are_listed_in_plan_order() -> None:
     partial = PartialPlan.parse("recompute=full tp=2 stages=a,b")
     assert partial.fixed == {"tp": 2, "stages": ("a", "b"), "recompute": Recompute.FULL}
     assert str(partial) == "tp=2 stages=a,b recompute=full"

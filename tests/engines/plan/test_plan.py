@@ -114,7 +114,7 @@ def test_the_kind_follows_from_the_degrees(text: str, kind: DataParallel, world:
     assert plan.world_size == world
 
 
-def test_servers_and_backup_workers_are_ranks_beside_the_replicas() -> None:
+def test_servers_and_backup_workers_are_ranks_besides_the_replicas() -> None:
     plan = Plan.parse("dp_replicate=4 servers=2 backup_workers=1 microbatch_size=3")
     assert (plan.world_size, plan.data_degree, plan.global_batch_size) == (7, 4, 12)
     assert not plan.updates_in_step
@@ -218,7 +218,7 @@ def test_a_broken_plan_file_says_what_and_where(tmp_path: Path, content: str, wo
 
 
 @pytest.mark.parametrize(("word", "ours"), [("tensor", "tp"), ("fsdp", "dp_shard")])
-def test_a_word_of_other_tools_is_translated(word: str, ours: str) -> None:
+def test_names_of_other_tools_are_translated(word: str, ours: str) -> None:
     with pytest.raises(UnknownNameError) as caught:
         Plan.parse(f"{word}=2")
     assert f"`{word}` is called `{ours}` here" in str(caught.value)

@@ -99,9 +99,7 @@ BREAKS = [
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("plan", "where"), BREAKS)
-def test_the_step_after_a_failed_one_is_as_if_nothing_had_happened(
-    pool: Pool, plan: str, where: str
-) -> None:
+def test_a_failed_step_does_not_change_the_next_one(pool: Pool, plan: str, where: str) -> None:
     results = pool.run(_after_an_exception, plan, where, world_size=Plan.parse(plan).world_size)
     for errors in results:
         assert max(errors) < 1e-5
@@ -122,7 +120,7 @@ def _ddp_after_a_failed_backward() -> str:
 
 
 @pytest.mark.dist
-def test_ddp_says_so_when_it_cannot_go_on_after_a_failed_backward(pool: Pool) -> None:
+def test_ddp_refuses_to_continue_after_a_failed_backward(pool: Pool) -> None:
     for text in pool.run(_ddp_after_a_failed_backward, world_size=2):
         assert "the backward before this forward did not reach every parameter" in text
         assert "build the model anew" in text

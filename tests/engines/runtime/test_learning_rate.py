@@ -34,14 +34,14 @@ def test_sgd_from_256_to_8192_is_32_times_the_rate() -> None:
     )
 
 
-def test_adam_goes_with_the_square_root() -> None:
+def test_adam_rates_scale_with_the_square_root() -> None:
     optimizer = torch.optim.AdamW(groups(), betas=(0.9, 0.99))
     actual = Rates(optimizer).scale(tuned_at=64, batch=1024)
     assert rates_of(optimizer) == pytest.approx([0.4, 0.04])
     assert actual.warm_up_steps == 200  # 2 / (1 - 0.99)
 
 
-def test_a_subclass_of_sgd_is_sgd_and_the_rule_can_be_said() -> None:
+def test_a_subclass_of_sgd_scales_as_sgd_and_the_rule_can_be_named() -> None:
     class Nudged(torch.optim.SGD):
         pass
 
@@ -51,7 +51,7 @@ def test_a_subclass_of_sgd_is_sgd_and_the_rule_can_be_said() -> None:
         Rates(Nudged(groups())).scale(tuned_at=1, batch=4, rule="linera")
 
 
-def test_the_noise_rule_keeps_the_noise_scale_and_wants_the_size_of_the_set() -> None:
+def test_the_noise_rule_keeps_the_noise_scale_and_needs_the_dataset_size() -> None:
     """g = eps / (1 - m) (N / B - 1): 0.1 x 99 at a batch of 10, 1.1 x 9 at 100, of 1,000."""
     optimizer = torch.optim.SGD(groups())
     Rates(optimizer).scale(tuned_at=10, batch=100, rule="noise", samples=1000)
@@ -72,7 +72,7 @@ def test_the_same_call_again_changes_nothing_and_another_batch_starts_from_the_t
     assert rates_of(optimizer) == pytest.approx([0.1, 0.01])
 
 
-def test_another_word_on_where_the_rates_were_tuned_is_refused() -> None:
+def test_a_second_batch_of_tuning_is_refused() -> None:
     rates = Rates(torch.optim.SGD(groups()))
     rates.scale(tuned_at=32, batch=128)
     with pytest.raises(InputError, match="tuned at batch 32, as an earlier call said"):
@@ -81,7 +81,7 @@ def test_another_word_on_where_the_rates_were_tuned_is_refused() -> None:
         rates.scale(tuned_at=32, batch=-1)
 
 
-def test_a_decayed_rate_is_scaled_as_it_is() -> None:
+def test_a_decayed_rate_is_scaled_from_its_current_value() -> None:
     optimizer = torch.optim.SGD(groups())
     rates = Rates(optimizer)
     rates.scale(tuned_at=32, batch=64)
@@ -91,7 +91,7 @@ def test_a_decayed_rate_is_scaled_as_it_is() -> None:
     assert rates_of(optimizer) == pytest.approx([0.04, 0.004])
 
 
-def test_a_scheduler_that_exists_goes_on_from_the_scaled_rates() -> None:
+def test_an_existing_scheduler_continues_from_the_scaled_rates() -> None:
     _, parallel = alone("lstm", optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     scheduler = torch.optim.lr_scheduler.LambdaLR(parallel.optimizer, lambda step: 0.5**step)
     parallel.scale_learning_rate(tuned_at=4, batch=16, scheduler=scheduler)

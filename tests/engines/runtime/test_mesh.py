@@ -87,14 +87,14 @@ def dropped() -> tuple[list[int], list[int], int]:
 
 
 @pytest.mark.dist
-def test_ranks_of_one_tp_axis_drop_the_same_elements_and_replicas_others(pool: Pool) -> None:
+def test_tp_ranks_share_dropout_masks_and_replicas_do_not(pool: Pool) -> None:
     results = pool.run(dropped, world_size=4)
     steps = [rank[:2] for rank in results]
     assert steps[0] == steps[1] != steps[2] == steps[3]
     assert steps[0][0] != steps[0][1]
 
 
-def test_alone_nothing_is_drawn_for_it() -> None:
+def test_one_rank_draws_no_shared_random_numbers() -> None:
     torch.manual_seed(5)
     wanted = torch.rand(1)
     torch.manual_seed(5)

@@ -49,14 +49,14 @@ def test_the_allocators_counters_are_read(monkeypatch: pytest.MonkeyPatch) -> No
     assert actual.slack == pytest.approx(0.1)
 
 
-def test_a_processor_says_its_resident_set() -> None:
+def test_a_cpu_rank_reports_its_resident_set() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     actual = measure_peak(CPU)  # the kernel counts in batches: within some pages of each other
     assert 0 < actual.peak_bytes <= before + 16 * MIB
     assert (actual.allocated_bytes, actual.reserved_bytes) == (0, 0)
 
 
-def test_the_sentence_names_the_fullest_rank_and_the_one_with_most_slack() -> None:
+def test_the_summary_names_the_fullest_rank_and_the_one_with_most_slack() -> None:
     said = str(PeakMemory((gpu(40, 42), gpu(30, 36), gpu(20, 21, retries=2))))
     assert said == (
         "rank 0 has the highest peak: 42.5 GiB, 42.0 GiB of it reserved for 40.0 GiB of tensors"
@@ -66,12 +66,12 @@ def test_the_sentence_names_the_fullest_rank_and_the_one_with_most_slack() -> No
     )
 
 
-def test_alone_nothing_is_gathered() -> None:
+def test_one_rank_gathers_nothing() -> None:
     own = RankMemory(5, 4, 3, 2, 1)
     assert gather_peaks(own, World(rank=0, size=1, device=CPU, timeout_s=1.0)) == PeakMemory((own,))
 
 
-def test_a_training_says_what_waited_outside() -> None:
+def test_offloaded_bytes_are_reported() -> None:
     plan = Plan.parse("offload=optimizer,activations")
     _, parallel = alone("gpt", plan=plan)
     parallel.train_step(CASES["gpt"].batch(4))
@@ -86,7 +86,7 @@ def _of_two() -> tuple[PeakMemory, int]:
 
 
 @pytest.mark.dist
-def test_all_ranks_know_all(pool: Pool) -> None:
+def test_every_rank_knows_the_peaks_of_all_ranks(pool: Pool) -> None:
     (first, one), (second, other) = pool.run(_of_two, world_size=2)
     assert first == second
     assert len(first.ranks) == 2

@@ -31,7 +31,7 @@ def test_products_and_attention_are_timed_forward_and_backward(
     assert times.share == 5 / 10
 
 
-def test_other_operations_are_none_of_them() -> None:
+def test_elementwise_operations_count_as_no_products() -> None:
     times = ProductTime(CPU)
     left = torch.rand(4, 4, requires_grad=True)
     for watched in (times, times.whole()):
@@ -41,7 +41,7 @@ def test_other_operations_are_none_of_them() -> None:
 
 
 @pytest.mark.timed
-def test_most_of_large_products_is_products() -> None:
+def test_large_products_take_most_of_their_time_in_products() -> None:
     matrix = torch.rand(512, 512)
     times = ProductTime(CPU)
     for _ in range(5):

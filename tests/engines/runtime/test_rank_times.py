@@ -70,7 +70,7 @@ def test_the_slow_rank_is_named_with_its_factor(pool: Pool, plan: str, where: st
         assert ", which wait " in text
 
 
-def test_what_it_says() -> None:
+def test_the_summary_names_the_slowest_rank() -> None:
     """Three ranks of 100 ms and one of 150: half as long again."""
     quick = RankTime(outside_s=0.01, computing_s=0.09, waiting_s=0.06)
     slow = RankTime(outside_s=0.01, computing_s=0.14, waiting_s=0.01)
@@ -94,14 +94,14 @@ def test_what_it_says() -> None:
         ("dp_replicate=2 compile=true", ""),
     ],
 )
-def test_plans_whose_ranks_have_no_time_of_their_own_say_so(plan: str, said: str) -> None:
+def test_plans_without_times_of_single_ranks_are_reported(plan: str, said: str) -> None:
     world = World(rank=0, size=4, device=torch.device("cpu"), timeout_s=1.0)
     reason = why_not_measured(Plan.parse(plan), world)
     assert said in reason
     assert bool(reason) == bool(said)
 
 
-def test_one_rank_has_nobody_to_be_compared_with() -> None:
+def test_one_rank_has_no_imbalance() -> None:
     _, parallel = alone("gpt")
     with pytest.raises(PlanError, match="there is one rank"):
         parallel.imbalance()

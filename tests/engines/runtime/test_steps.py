@@ -48,7 +48,7 @@ def take(actual: Steps, count: int, batch: object = BATCH) -> None:
             pass
 
 
-def test_the_first_steps_do_not_count_and_the_range_is_between_the_tenths(
+def test_warm_up_steps_are_left_out_and_the_range_is_the_10th_to_90th_percentile(
     clock: list[float],
 ) -> None:
     clock += [9.0] * WARM_UP_STEPS + [float(second) for second in range(1, 12)]
@@ -67,14 +67,14 @@ def test_the_first_steps_do_not_count_and_the_range_is_between_the_tenths(
     [torch.zeros(3, 8), torch.zeros(4, 6), torch.zeros(4, 8).double(), "no batch"],
     ids=["fewer rows", "shorter", "wider numbers", "no batch"],
 )
-def test_batches_that_the_plan_is_not_for_are_not_noted(batch: object, clock: list[float]) -> None:
+def test_batches_of_another_size_are_not_timed(batch: object, clock: list[float]) -> None:
     clock += [1.0] * 20
     actual = notes()
     take(actual, 10, batch)
     assert actual.timing() is None
 
 
-def test_what_a_step_waits_for_is_not_what_its_rank_does() -> None:
+def test_waiting_is_not_counted_as_busy_time() -> None:
     actual = notes()
     for _ in range(WARM_UP_STEPS + 3):
         with actual.noted(BATCH):
@@ -90,7 +90,7 @@ def test_what_a_step_waits_for_is_not_what_its_rank_does() -> None:
     assert actual.busy_timing(fewest=4) is None
 
 
-def test_a_step_that_raises_is_not_noted(clock: list[float]) -> None:
+def test_a_step_that_raises_is_not_timed(clock: list[float]) -> None:
     clock += [1.0] * 20
     actual = notes()
     take(actual, WARM_UP_STEPS)
@@ -100,7 +100,7 @@ def test_a_step_that_raises_is_not_noted(clock: list[float]) -> None:
     assert actual.timing() is None
 
 
-def test_the_notes_do_not_grow_without_end(clock: list[float]) -> None:
+def test_the_number_of_stored_timings_is_bounded(clock: list[float]) -> None:
     clock += [1.0] * (2 * MOST_STEPS)
     actual = notes()
     take(actual, 2 * MOST_STEPS)
@@ -110,7 +110,7 @@ def test_the_notes_do_not_grow_without_end(clock: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("after", "expected"), [(700, 700), (500, None)])
-def test_the_peak_is_known_where_the_first_steps_raised_it(
+def test_the_peak_includes_the_warm_up_steps(
     monkeypatch: pytest.MonkeyPatch, after: int, expected: int | None
 ) -> None:
     peaks = itertools.chain([500], itertools.repeat(after))

@@ -31,7 +31,7 @@ def _disagree() -> str:
 
 
 @pytest.mark.dist
-def test_ranks_with_different_plans_are_told_apart_before_the_first_collective(pool: Pool) -> None:
+def test_different_plans_on_ranks_are_refused_before_the_first_collective(pool: Pool) -> None:
     texts = pool.run(_disagree, world_size=3)
     assert len(set(texts)) == 1
     check("error_plans_differ.txt", f"error: {texts[0]}\n")
@@ -50,7 +50,7 @@ def _late() -> str:
 
 
 @pytest.mark.dist
-def test_a_rank_that_does_not_answer_is_named(pool: Pool) -> None:
+def test_an_unresponsive_rank_is_named(pool: Pool) -> None:
     texts = pool.run(_late, world_size=3)
     assert texts[:2] == ["rank 2 did not answer within 1 s"] * 2
 
@@ -79,7 +79,7 @@ def _one_rank_raises(plan: str) -> tuple[str, str, str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", [*KINDS, HSDP])
-def test_when_one_rank_fails_the_others_hear_of_it_in_bounded_time(pool: Pool, plan: str) -> None:
+def test_a_failure_reaches_the_other_ranks_in_bounded_time(pool: Pool, plan: str) -> None:
     size = Plan.parse(plan).world_size
     results = pool.run(_one_rank_raises, plan, world_size=size, timeout_s=30)
     for rank, (kind, text, cause) in enumerate(results):
@@ -93,6 +93,6 @@ def test_when_one_rank_fails_the_others_hear_of_it_in_bounded_time(pool: Pool, p
         assert "gloo" in cause
 
 
-def test_errors_that_are_not_the_connections_stay_as_they_are() -> None:
+def test_errors_of_other_kinds_are_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match=r"^(mm: )?mat1 and mat2"), rank_error_context("trying"):
         torch.ones(2, 3) @ torch.ones(2, 3)

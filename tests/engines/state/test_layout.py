@@ -147,7 +147,9 @@ def step(plan: str, folder: str) -> dict[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", [SIZES, f"{SIZES} zero=1"])
-def test_parts_are_stepped_and_saved_as_the_whole_is(pool: Pool, tmp_path: Path, plan: str) -> None:
+def test_sharded_states_step_and_save_like_whole_ones(
+    pool: Pool, tmp_path: Path, plan: str
+) -> None:
     folder = str(tmp_path / "checkpoint")
     results = pool.run(step, plan, folder, world_size=4)
     assert max(rank[key] for rank in results for key in ("gradients", "norm", "state")) < 1e-6
@@ -190,7 +192,7 @@ def load(plan: str, folder: str) -> tuple[float, float]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", [SIZES, f"{SIZES} zero=1"])
-def test_what_was_saved_whole_is_loaded_into_parts(pool: Pool, tmp_path: Path, plan: str) -> None:
+def test_whole_states_are_loaded_into_shards(pool: Pool, tmp_path: Path, plan: str) -> None:
     folder = tmp_path / "checkpoint"
     model, optimizer, _ = stepped(3, max_norm=0.5)
     world = World(0, 1, CPU, 60.0)

@@ -148,7 +148,7 @@ def taken(name: str, plan: str) -> tuple[list[str], list[str], int, int, float]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["gpt", "tied-frozen-unused"])
-def test_a_stage_reads_and_holds_its_own_part_of_a_state_dict(pool: Pool, name: str) -> None:
+def test_a_stage_reads_and_allocates_its_own_part_of_a_state_dict(pool: Pool, name: str) -> None:
     count = len(list(CASES[name].build().parameters()))
     for read, own, allocated, share, error in pool.run(taken, name, PIPELINE, world_size=2):
         assert sorted(set(read) - {"scale"}) == sorted(own)
@@ -166,7 +166,7 @@ def from_own_shard(folder: str) -> tuple[int, bool]:
 
 
 @pytest.mark.dist
-def test_a_stage_does_with_the_safetensors_shard_of_its_own(pool: Pool, tmp_path: Path) -> None:
+def test_a_stage_reads_only_its_own_safetensors_shard(pool: Pool, tmp_path: Path) -> None:
     state = CASES["gpt"].build().state_dict()
     first = {n for n in state if n.startswith(("embed", "position", "blocks.0"))}
     shard_of = {name: f"model-{1 if name in first else 2}.safetensors" for name in state}
@@ -192,7 +192,7 @@ def missing_on_one(folder: str) -> tuple[str, float]:
 
 
 @pytest.mark.dist
-def test_all_ranks_are_told_what_one_of_them_lacks(pool: Pool, tmp_path: Path) -> None:
+def test_tensors_missing_on_one_rank_are_named_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     state = CASES["gpt"].build().state_dict()
     safetensors.save_file(state, tmp_path / "0.safetensors")
     del state["blocks.2.out.bias"]
@@ -247,7 +247,7 @@ class Rotary(nn.Module):
         return out
 
 
-def test_a_buffer_that_no_state_dict_holds_is_refused_by_name_with_the_way_out() -> None:
+def test_a_buffer_in_no_state_dict_is_refused_by_name_with_a_hint() -> None:
     state = Rotary().state_dict()
     with torch.device("meta"):
         model = Rotary()
@@ -277,7 +277,7 @@ def test_transformers_models_make_such_buffers_themselves() -> None:
     assert fresh.lm_head.weight.std().item() == pytest.approx(config.initializer_range, rel=0.1)
 
 
-def test_an_init_function_that_leaves_something_out_is_refused_by_name() -> None:
+def test_a_tensor_that_the_init_function_leaves_out_is_refused_by_name() -> None:
     def linear_only(module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.LayerNorm | nn.Embedding):
             module.reset_parameters()
@@ -289,7 +289,7 @@ def test_an_init_function_that_leaves_something_out_is_refused_by_name() -> None
     assert "init(TinyGPT)" in str(caught.value)
 
 
-def test_weights_of_another_shape_are_refused_with_both() -> None:
+def test_weights_of_another_shape_are_refused_with_both_shapes() -> None:
     state = TinyGPT(width=16).state_dict()
     with torch.device("meta"):
         model = TinyGPT()
@@ -343,7 +343,7 @@ def test_paths_that_hold_no_safetensors_are_refused(tmp_path: Path) -> None:
         open_weights(3)  # type: ignore[arg-type]
 
 
-def test_safetensors_is_asked_for_where_it_is_missing(
+def test_missing_safetensors_package_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)

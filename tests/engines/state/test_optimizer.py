@@ -148,7 +148,7 @@ ADAMS = {
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ADAMS)
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
-def test_every_implementation_of_adam_goes_on_where_it_was(
+def test_every_implementation_of_adam_resumes_from_its_states(
     pool: Pool, plan: str, kind: str
 ) -> None:
     for error, counts, same in pool.run(_carry_over_adam, plan, kind, world_size=2):

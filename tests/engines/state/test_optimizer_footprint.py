@@ -127,7 +127,7 @@ class Normalised(torch.optim.Optimizer):
         (Normalised, True),
     ],
 )
-def test_what_cannot_step_halves_of_a_matrix_is_found_by_stepping_them(
+def test_optimizers_that_cannot_step_half_a_matrix_are_found_by_a_trial(
     factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer], is_whole: bool
 ) -> None:
     assert bool(whole_because(factory)) is is_whole
@@ -183,7 +183,7 @@ OWN: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_stand_ins_show_what_a_real_step_on_the_model_keeps_and_holds(name: str) -> None:
+def test_stand_in_steps_measure_state_and_working_bytes_of_a_real_step(name: str) -> None:
     model = TinyGPT(vocabulary=300, width=64, layers=2)
     profile = capture(model, torch.zeros(2, 8, dtype=torch.long))
     actual = optimizer_footprint(OWN[name], model, units=[u.name for u in profile.units])
@@ -246,7 +246,7 @@ class Peeking(Averaged):
         super().step()
 
 
-def test_where_stand_ins_fail_a_tiny_matrix_is_stepped_and_it_is_said(
+def test_a_tiny_matrix_is_stepped_with_a_note_if_stand_ins_fail(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level("INFO", logger="engines.state.optimizer_footprint"):

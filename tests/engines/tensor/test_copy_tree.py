@@ -13,7 +13,7 @@ from profiles.torch_compat import is_fake
 from tests.engines.tensor import units
 
 
-def test_a_cache_of_results_is_copied_and_what_is_written_to_the_copy_stays_there() -> None:
+def test_writes_to_a_copied_cache_do_not_reach_the_original() -> None:
     cache = units.Cache()
     cache.keys[0] = torch.ones(2, requires_grad=True) * 3  # which a deep copy alone refuses
     copies, alias = copy_tree((cache, cache), lambda tensor: tensor.detach() + 1)

@@ -73,5 +73,5 @@ def _error(name: str) -> float:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", CASES)
-def test_its_gradient_is_that_of_one_process(name: str, pool: Pool) -> None:
+def test_a_lookup_gradient_equals_that_of_one_process(name: str, pool: Pool) -> None:
     assert max(pool.run(_error, name, world_size=2)) < 1e-5

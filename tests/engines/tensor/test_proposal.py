@@ -45,7 +45,7 @@ def test_fused_heads_are_three_packs() -> None:
         (units.RelativeBias(), "a pair with a layer of kind embedding"),
     ],
 )
-def test_what_cannot_be_split_is_gathered_and_said(unit: nn.Module, reason: str) -> None:
+def test_layers_that_cannot_be_split_are_gathered_with_a_note(unit: nn.Module, reason: str) -> None:
     actual = proposed(units.Stack([unit, type(unit)()]))
     assert {style for path, style in actual.styles if path[-1] in "qkvo"} == {"gather"}
     reasons = {note.layer: str(note) for note in actual.notes}
@@ -58,7 +58,7 @@ def test_too_few_key_heads_are_gathered() -> None:
     assert {style for _, style in proposed(model, size=4).styles} == {"gather"}
 
 
-def test_units_may_write_to_what_they_are_given() -> None:
+def test_units_may_write_to_their_inputs() -> None:
     def layer() -> nn.Module:
         return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(units.WIDTH, units.WIDTH))
 
@@ -71,7 +71,7 @@ def test_blocks_that_fill_a_cache_are_split_like_any_other() -> None:
     assert results == HEADS
 
 
-def test_a_unit_that_cannot_be_tried_is_left_whole_and_said() -> None:
+def test_a_unit_that_cannot_be_tried_is_left_whole_with_a_note() -> None:
     class WithHead(units.CachingStack):
         def __init__(self) -> None:
             super().__init__(units.LockedCache)
@@ -95,7 +95,7 @@ def test_a_model_without_a_layer_is_refused_with_the_reason() -> None:
         proposed(units.Stack([nn.LayerNorm(units.WIDTH), nn.LayerNorm(units.WIDTH)]))
 
 
-def test_nothing_of_the_model_is_changed() -> None:
+def test_a_proposal_does_not_change_the_model() -> None:
     model = units.Stack([units.CountedHeads(), units.CountedHeads()])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     hooks = [len(module._forward_hooks) for module in model.modules()]
@@ -148,7 +148,7 @@ def test_known_models_are_split_as_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Mistral", "T5"])
-def test_a_cache_changes_nothing_of_how_a_model_is_split(name: str) -> None:
+def test_a_cache_does_not_change_the_proposal(name: str) -> None:
     """These hold tensors from the beginning, or are read in the middle of a forward."""
     pytest.importorskip("transformers")
     from tests import zoo

@@ -75,7 +75,7 @@ def test_query_key_and_value_share_one_exchange() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, End])
-def test_nothing_of_a_forward_is_kept_when_it_is_over(error: type[BaseException] | None) -> None:
+def test_a_finished_forward_leaves_no_references(error: type[BaseException] | None) -> None:
     unit = units.Attention()
     exchange = halved(unit)
 
@@ -89,7 +89,7 @@ def test_nothing_of_a_forward_is_kept_when_it_is_over(error: type[BaseException]
     assert [made() for made in exchange.copied] == [None]
 
 
-def test_nothing_is_kept_of_a_forward_that_a_stage_breaks_off_after_its_last_layer() -> None:
+def test_a_forward_that_ends_with_its_stage_leaves_no_references() -> None:
     model = units.Stack([units.Attention(), nn.Identity()])
     exchange = halved(model, "blocks.0.")
 
@@ -102,7 +102,7 @@ def test_nothing_is_kept_of_a_forward_that_a_stage_breaks_off_after_its_last_lay
     assert [made() for made in exchange.copied] == [None]
 
 
-def test_nothing_is_kept_of_the_second_run_of_a_block_that_recomputes() -> None:
+def test_a_recomputed_block_leaves_no_references() -> None:
     model = units.Stack([units.Attention(), units.Attention()])
     exchange = halved(model, "blocks.1.")
     profile = capture(model, torch.randn(2, 8, units.WIDTH))
@@ -113,7 +113,7 @@ def test_nothing_is_kept_of_the_second_run_of_a_block_that_recomputes() -> None:
     assert [made() for made in exchange.copied] == [None, None]  # one for each run, not for q, k, v
 
 
-def test_the_model_still_says_the_names_of_its_arguments() -> None:
+def test_a_split_model_keeps_the_names_of_its_arguments() -> None:
     unit = units.Attention()
     halved(unit)
     assert list(inspect.signature(unit.forward).parameters) == ["x"]

@@ -43,7 +43,7 @@ def test_partial_gradients_are_named_for_every_equal_block() -> None:
         ((*HEADS, ("blocks.*", "sizes(nothing)")), "`.nothing` is None"),
     ],
 )
-def test_a_wrong_plan_is_refused_with_what_is_wrong(
+def test_a_wrong_plan_is_refused_with_the_reason(
     pairs: tuple[tuple[str, str], ...], words: str
 ) -> None:
     model = units.Stack([units.CountedHeads(), units.CountedHeads()])
@@ -69,7 +69,7 @@ def test_a_tp_that_does_not_divide_is_refused_with_the_numbers() -> None:
         partial_of(model, *HEADS, ("blocks.*", "sizes(num_heads)"), size=3)
 
 
-def test_a_layer_between_units_cannot_hand_on_a_part() -> None:
+def test_a_layer_between_units_cannot_return_a_shard() -> None:
     model = nn.Sequential(nn.Linear(units.WIDTH, 8), nn.ReLU(), nn.Linear(8, 4))
     with pytest.raises(PlanError, match="values between units are whole"):
         partial_of(model, ("0", "column"), ("2", "row"))
@@ -93,7 +93,7 @@ class Sharing(units.Stack):
         return super().forward(x)
 
 
-def test_a_gradient_that_is_partial_here_and_whole_there_is_refused() -> None:
+def test_a_gradient_partial_in_one_block_and_whole_in_another_is_refused() -> None:
     first = [(path.replace("*", "0"), style) for path, style in HEADS]
     with pytest.raises(PlanError, match=r"used by split layers and also in blocks\.1"):
         partial_of(Sharing(), *first)
@@ -127,7 +127,7 @@ def test_a_proposal_carries_the_proof_that_its_styles_have(unit: type[nn.Module]
     assert proposal.proof.covers(model, proposal.styles, size=2)
 
 
-def test_shapes_alone_prove_nothing() -> None:
+def test_a_proposal_from_shapes_alone_carries_no_proof() -> None:
     model, batch = (
         units.Stack([units.Attention(), units.Attention()]),
         torch.randn(2, 8, units.WIDTH),

@@ -11,12 +11,12 @@ NAMES = ["", "h", "h.0", "h.0.up", "h.0.down", "h.1", "h.1.up", "h.1.down", "hea
 
 
 @pytest.mark.parametrize("text", ["column", "column/3", "row", "vocab", "sizes(num_heads+width)"])
-def test_a_style_is_written_as_it_is_read(text: str) -> None:
+def test_styles_survive_parsing(text: str) -> None:
     assert str(Style.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["columns", "column/0", "sizes", "sizes()", "row(x)", "Row", ""])
-def test_what_is_no_style_is_refused_with_those_that_are(text: str) -> None:
+def test_an_unknown_style_is_refused_with_the_known_ones(text: str) -> None:
     with pytest.raises(UnknownNameError, match="tensor style"):
         Style.parse(text)
 

@@ -30,37 +30,37 @@ def verdict(unit: nn.Module, styles: dict[str, str], size: int = 2) -> tuple[str
     return actual.why_not, set(actual.partial)
 
 
-def test_heads_between_columns_and_a_row_with_a_bias_are_right() -> None:
+def test_a_column_row_pair_around_attention_is_proved() -> None:
     assert verdict(units.Attention(), HEADS) == ("", set())
 
 
-def test_columns_alone_are_not() -> None:
+def test_columns_without_a_row_are_refused() -> None:
     why_not, _ = verdict(units.Attention(), {"q": "column"})
     assert "does not run" in why_not
 
 
-def test_a_row_without_columns_is_not() -> None:
+def test_a_row_without_columns_is_refused() -> None:
     why_not, _ = verdict(units.Attention(), {"o": "row"})
     assert "does not run" in why_not
 
 
-def test_counted_heads_run_and_are_wrong_unless_the_count_is_split_too() -> None:
+def test_counted_heads_are_refused_unless_the_count_is_split_too() -> None:
     why_not, _ = verdict(units.CountedHeads(), HEADS)
     assert "do not add up" in why_not  # not one operation complained
     assert verdict(units.CountedHeads(), {**HEADS, "": "sizes(num_heads)"}) == ("", set())
 
 
-def test_a_norm_of_heads_gets_a_part_of_its_gradient_on_each_rank() -> None:
+def test_a_norm_over_heads_has_partial_gradients() -> None:
     assert verdict(units.NormedHeads(), HEADS) == ("", {"q_norm.weight", "q_norm.bias"})
 
 
 @pytest.mark.parametrize("unit", [units.Alibi, units.RelativeBias])
-def test_what_belongs_to_a_head_by_its_number_is_missed(unit: Callable[[], nn.Module]) -> None:
+def test_values_indexed_by_head_are_refused(unit: Callable[[], nn.Module]) -> None:
     why_not, _ = verdict(unit(), HEADS)
     assert "does not run" in why_not
 
 
-def test_fewer_key_heads_than_ranks_are_missed() -> None:
+def test_fewer_key_heads_than_ranks_are_refused() -> None:
     assert verdict(units.Attention(kv_heads=2), HEADS, size=2) == ("", set())
     why_not, _ = verdict(units.Attention(kv_heads=2), HEADS, size=4)
     assert why_not
@@ -72,14 +72,14 @@ def test_a_fused_weight_is_split_pack_by_pack() -> None:
     assert verdict(units.FusedHeads(), {"qkv": "column/3", "o": "row"}) == ("", set())
 
 
-def test_a_weight_that_is_used_without_its_layer_is_missed() -> None:
+def test_a_weight_used_outside_its_layer_is_refused() -> None:
     pair = {"up": "column", "down": "row"}
     assert verdict(units.Direct(), pair)[0]
     assert verdict(units.Direct(), {"up": "gather"})[0]
     assert verdict(units.Direct(), {"down": "gather"}) == ("", set())
 
 
-def test_a_gathered_layer_is_right_where_nothing_else_is() -> None:
+def test_gathered_layers_are_proved_where_splits_are_refused() -> None:
     gathered = dict.fromkeys(HEADS, "gather")
     for unit in (units.Alibi(), units.CountedHeads(), units.Attention(kv_heads=1)):
         assert verdict(unit, gathered, size=4) == ("", set())
@@ -102,11 +102,11 @@ class Block(nn.Module):
 PAIR = {"up": "column", "down": "row"}
 
 
-def test_what_is_split_by_tokens_gets_parts_of_its_gradients() -> None:
+def test_parameters_of_sequence_parallel_layers_have_partial_gradients() -> None:
     styles = {"": "sequence", **PAIR, "up": "column joined"}
     assert verdict(Block(), styles) == ("", {"norm.weight", "norm.bias", "down.bias"})
 
 
-def test_tokens_that_are_not_joined_are_missed() -> None:
+def test_sequence_shards_that_are_not_gathered_are_refused() -> None:
     why_not, _ = verdict(Block(), {"": "sequence", **PAIR})
     assert why_not

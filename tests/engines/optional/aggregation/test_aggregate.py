@@ -52,7 +52,7 @@ def _sums() -> dict[str, tuple[float, bool, bool]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sums_are_the_backends(pool: Pool, ranks: int) -> None:
+def test_sums_equal_those_of_the_backend(pool: Pool, ranks: int) -> None:
     for result in pool.run(_sums, world_size=ranks):
         for kind, (error, same, exact) in result.items():
             assert error <= (1e-6 if ranks > 2 else 0.0), kind
@@ -128,7 +128,7 @@ def _trained(plans: tuple[str, ...], name: str) -> list[tuple[float, float, int]
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("gpt", KINDS), ("tied-frozen-unused", KINDS[-1:])])
-def test_ddp_trains_the_same_whatever_sums_up(
+def test_ddp_trains_the_same_under_every_aggregation(
     pool: Pool, name: str, kinds: list[Aggregation]
 ) -> None:
     """Backward by backward as one process, and what a rank sends is what its messages say."""

@@ -66,7 +66,7 @@ def test_bf16_loses_what_its_rounding_loses(pool: Pool) -> None:
             assert 2**-11 < max(errors) < 2**-8
 
 
-def test_powersgd_loses_nothing_for_good(pool: Pool) -> None:
+def test_powersgd_error_feedback_restores_what_a_step_drops(pool: Pool) -> None:
     """Rank 2 leaves out much of a gradient, and adds what it left out to the next, so that several
     steps deliver more together than the best matrices of rank 2 could (Eckart and Young), however
     often they were sent (Vogels et al. 2019, algorithm 2; Karimireddy et al. 2019)."""
@@ -99,7 +99,7 @@ def _buckets() -> tuple[int, list[float]]:
     return count, [p.double().sum().item() for p in model.parameters()]
 
 
-def test_sums_of_several_buckets_do_not_meet(pool: Pool) -> None:
+def test_buckets_are_compressed_independently(pool: Pool) -> None:
     """On gloo each rank hears at another moment that a sum is done."""
     results = pool.run(_buckets, world_size=4)
     assert results[0][0] > 2

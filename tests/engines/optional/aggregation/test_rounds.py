@@ -49,7 +49,7 @@ def sent_by(script: list[Round], ranks: int, pieces: int) -> tuple[list[Fraction
 
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_ends_with_every_rank_in_every_part(kind: Aggregation, ranks: int) -> None:
+def test_every_rank_ends_with_the_sum_of_all_ranks(kind: Aggregation, ranks: int) -> None:
     for per_node in range(1, ranks + 1):
         if ranks % per_node:
             continue
@@ -61,7 +61,7 @@ def test_every_rank_ends_with_every_rank_in_every_part(kind: Aggregation, ranks:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_ring_sends_what_the_documents_say(ranks: int) -> None:
+def test_a_ring_sends_the_documented_bytes(ranks: int) -> None:
     """2(n-1) rounds, 2(n-1)/n of the tensor to the next rank alone (Patarasuk and Yuan 2009)."""
     script = list(rounds(Aggregation.RING, ranks))
     assert len(script) == 2 * (ranks - 1)
@@ -70,7 +70,7 @@ def test_a_ring_sends_what_the_documents_say(ranks: int) -> None:
     assert all(m.target == (m.source + 1) % ranks for messages in script for m in messages)
 
 
-def test_one_parameter_device_carries_the_others() -> None:
+def test_one_parameter_device_carries_the_traffic_of_all_ranks() -> None:
     """n - 1 tensors come in and as many go out; with a device for each part everyone carries as
     much as in a ring, in two rounds."""
     script = list(rounds(Aggregation.GATHER, 8))
@@ -130,7 +130,7 @@ def test_a_message_reads_as_a_sentence() -> None:
     assert str(Message(3, 0, range(1), False)) == "3 -> 0: part 0"
 
 
-def test_what_cannot_be_is_refused_with_the_numbers() -> None:
+def test_impossible_groups_are_refused_with_the_numbers() -> None:
     with pytest.raises(InputError, match="6 ranks are no whole number of nodes of 4: 6 % 4 = 2"):
         rounds(Aggregation.HIERARCHICAL, 6, per_node=4)
     with pytest.raises(InputError, match="5 parameter devices among 4 ranks: give 1 to 4"):

@@ -34,7 +34,7 @@ def largest(report: aggregation.Report, kind: Aggregation, ranks: int, nodes: in
     )
 
 
-def test_predicted_curves_lie_on_the_measured_ones(report: aggregation.Report) -> None:
+def test_measured_seconds_lie_in_their_predicted_ranges(report: aggregation.Report) -> None:
     """Within its stated range each; of short ones one in twenty may be disturbed."""
     outside = [
         row
@@ -77,7 +77,7 @@ def test_a_hierarchy_sends_less_between_nodes_and_is_faster(report: aggregation.
     assert own.measured_s > 1.2 * hierarchy.measured_s
 
 
-def test_what_is_chosen_at_100_mbit_is_three_times_as_fast_and_learns_as_well() -> None:
+def test_the_plan_chosen_at_100_mbit_is_three_times_as_fast_and_learns_as_well() -> None:
     report = less_to_send.Report.load(less_to_send.REPORT)
     plain, chosen = report.plain, report.chosen
     assert plain.step_s >= less_to_send.LEAST_GAIN * chosen.step_s
@@ -108,6 +108,6 @@ def test_a_new_sweep_agrees() -> None:
     if missing:
         pytest.skip(missing)
     measured = aggregation.measure()
-    test_predicted_curves_lie_on_the_measured_ones(measured)
+    test_measured_seconds_lie_in_their_predicted_ranges(measured)
     test_the_parameter_devices_link_is_the_bottleneck(measured)
     test_a_hierarchy_sends_less_between_nodes_and_is_faster(measured)

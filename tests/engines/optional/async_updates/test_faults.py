@@ -54,7 +54,7 @@ def _lose(plan: str, lost: int, steps: int = 5, seconds: float = 20.0) -> Told:
         "dp_replicate=1 servers=2 backup_workers=1",
     ],
 )
-def test_a_worker_dies_and_the_others_go_on(pool: Pool, plan: str) -> None:
+def test_workers_continue_after_one_dies(pool: Pool, plan: str) -> None:
     server, *others = pool.run(_lose, plan, 3, world_size=4)
     lost = others.pop()
     assert lost[0] == 2
@@ -64,7 +64,7 @@ def test_a_worker_dies_and_the_others_go_on(pool: Pool, plan: str) -> None:
 
 
 @pytest.mark.dist
-def test_a_step_that_needs_the_worker_that_died_says_which(pool: Pool) -> None:
+def test_a_step_that_needs_a_dead_worker_names_it(pool: Pool) -> None:
     server, _, *others = pool.run(_lose, "dp_replicate=3 servers=1", 1, world_size=4)
     for made, said, _, _ in (server, *others):
         assert made == 2
@@ -83,7 +83,7 @@ def test_a_step_that_needs_the_worker_that_died_says_which(pool: Pool) -> None:
         "dp_replicate=1 servers=2 backup_workers=1",
     ],
 )
-def test_a_server_dies_and_the_workers_name_it(pool: Pool, plan: str) -> None:
+def test_workers_name_a_dead_server(pool: Pool, plan: str) -> None:
     results = pool.run(_lose, plan, 1, 5000, 6.0, world_size=4)
     who = f"rank 1 (a server, on {socket.gethostname()})"
     said = [text for _, text, _, _ in results[2:]]
@@ -117,7 +117,7 @@ def _sleep(plan: str) -> tuple[str, float]:
 
 
 @pytest.mark.dist
-def test_no_wait_is_longer_than_its_bound_and_all_name_the_rank(pool: Pool) -> None:
+def test_waits_are_bounded_and_name_the_late_rank(pool: Pool) -> None:
     server, *workers = pool.run(_sleep, "dp_replicate=3 servers=1", world_size=4)
     for said, seconds in (server, *workers[:2]):
         assert said.startswith("rank 3 ")
@@ -162,7 +162,7 @@ def _stand_still() -> tuple[str, float]:
 
 
 @pytest.mark.dist
-def test_a_server_that_stands_still_is_named_in_time(pool: Pool) -> None:
+def test_a_stalled_server_is_named_in_time(pool: Pool) -> None:
     _, giving, asking = pool.run(_stand_still, world_size=3)
     who = f"rank 0 (a server, on {socket.gethostname()})"
     assert giving[0].startswith(f"{who} did not take a message within 3 s")

@@ -26,7 +26,7 @@ def late(report: Report, plan: str) -> float:
     return (with_it.step_s - without.step_s) / SLEEP_S
 
 
-def test_predictions_lie_on_what_was_measured(report: Report) -> None:
+def test_measured_steps_lie_in_their_predicted_ranges(report: Report) -> None:
     """Within its range each, with the straggler and without."""
     if report.cluster is None:
         pytest.skip(NO_FACTS)
@@ -35,7 +35,7 @@ def test_predictions_lie_on_what_was_measured(report: Report) -> None:
     assert statistics.median(ratios) == pytest.approx(1, rel=0.15)
 
 
-def test_a_straggler_costs_synchronous_steps_all_that_it_is_late(report: Report) -> None:
+def test_a_straggler_delays_synchronous_steps_by_its_sleep(report: Report) -> None:
     """Local steps no less: it is late in each of them. Where the others' gradients are on their way
     to a server meanwhile, that much is hidden."""
     for plan in (PLAIN, f"{LOCAL}4", f"{LOCAL}16"):
@@ -43,7 +43,7 @@ def test_a_straggler_costs_synchronous_steps_all_that_it_is_late(report: Report)
     assert 0.4 < late(report, ONE_SERVER) < 0.9
 
 
-def test_a_backup_worker_takes_its_delay_away(report: Report) -> None:
+def test_a_backup_worker_hides_a_straggler(report: Report) -> None:
     for plan in (BACKUP, BACKUP_OF_TWO):
         assert late(report, plan) < 0.1
 
@@ -53,7 +53,7 @@ def test_asynchronous_updates_do_not_wait_and_bounded_ones_do(report: Report) ->
     assert late(report, f"{ASYNCHRONOUS} max_staleness=1") > 0.5
 
 
-def test_local_steps_cut_the_traffic_by_as_many(report: Report) -> None:
+def test_local_steps_divide_the_traffic_by_their_number(report: Report) -> None:
     """By the kernel's count, and the time of a step with it."""
     plain = report.row(PLAIN)
     for every in (4, 16):
@@ -62,12 +62,12 @@ def test_local_steps_cut_the_traffic_by_as_many(report: Report) -> None:
     assert plain.step_s > 5 * report.row(f"{LOCAL}16").step_s
 
 
-def test_bytes_are_those_that_are_predicted_and_headers(report: Report) -> None:
+def test_sent_bytes_are_the_predicted_bytes_and_headers(report: Report) -> None:
     for row in report.rows:
         assert row.predicted_bytes < row.sent_bytes < 1.1 * row.predicted_bytes
 
 
-def test_a_second_server_halves_what_a_link_takes(report: Report) -> None:
+def test_a_second_server_halves_the_step(report: Report) -> None:
     one, two = report.row(BACKUP), report.row("dp_replicate=2 servers=2")
     assert one.step_s > 1.8 * two.step_s
 
@@ -83,6 +83,6 @@ def test_a_new_measurement_agrees() -> None:
     if missing:
         pytest.skip(missing)
     measured = updates.measure()
-    test_predictions_lie_on_what_was_measured(measured)
-    test_a_backup_worker_takes_its_delay_away(measured)
-    test_local_steps_cut_the_traffic_by_as_many(measured)
+    test_measured_steps_lie_in_their_predicted_ranges(measured)
+    test_a_backup_worker_hides_a_straggler(measured)
+    test_local_steps_divide_the_traffic_by_their_number(measured)

@@ -42,7 +42,7 @@ def _meeting_after_every_step(plan: str) -> tuple[float, float]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["local", "diloco"])
-def test_replicas_that_meet_after_every_step_of_sgd_are_synchronous(pool: Pool, kind: str) -> None:
+def test_averaging_after_every_sgd_step_equals_synchronous_training(pool: Pool, kind: str) -> None:
     """mean(p - a g) = p - a mean(g); of DiLoCo with an outer rate of 1 and no momentum too."""
     plan = f"dp_replicate=4 updates={kind}"
     for away, evaluated in pool.run(_meeting_after_every_step, plan, world_size=4):
@@ -97,7 +97,7 @@ def _several_steps(kind: str) -> float:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["local", "diloco"])
-def test_it_is_the_algorithm_of_the_paper(pool: Pool, kind: str) -> None:
+def test_diloco_steps_equal_those_of_the_paper(pool: Pool, kind: str) -> None:
     assert max(pool.run(_several_steps, kind, world_size=2)) < 1e-5
 
 
@@ -118,7 +118,7 @@ def _traffic(plan: str, steps: int) -> tuple[int, int, float, int]:
 
 
 @pytest.mark.dist
-def test_so_many_local_steps_cut_the_traffic_by_as_much(pool: Pool) -> None:
+def test_local_steps_divide_the_traffic_by_their_number(pool: Pool) -> None:
     """By the kernel's count, against DDP; staleness goes from 0 to one less than the period."""
     ddp = [result[0] for result in pool.run(_traffic, "dp_replicate=2", 8, world_size=2)]
     for every in (1, 4):
@@ -147,7 +147,7 @@ def _classic_loop() -> tuple[float, float]:
 
 
 @pytest.mark.dist
-def test_a_classic_loop_meets_too(pool: Pool) -> None:
+def test_a_classic_loop_averages_replicas_too(pool: Pool) -> None:
     assert max(result[0] for result in pool.run(_classic_loop, world_size=2)) < 1e-7
 
 
@@ -163,7 +163,7 @@ def _state_between_meetings() -> tuple[list[float], float]:
 
 
 @pytest.mark.dist
-def test_what_is_written_out_is_the_mean_and_the_same_on_every_rank(pool: Pool) -> None:
+def test_a_saved_state_is_the_mean_and_equal_on_every_rank(pool: Pool) -> None:
     for state, parameter in pool.run(_state_between_meetings, world_size=2):
         assert state == [0.5] * 5
         assert parameter == 0.5
@@ -213,9 +213,7 @@ def _states_of_their_own(folder: str) -> tuple[float, float, bool]:
 
 
 @pytest.mark.dist
-def test_every_replica_goes_on_with_the_states_of_its_own_optimizer(
-    pool: Pool, tmp_path: object
-) -> None:
+def test_each_replica_resumes_with_its_own_optimizer_states(pool: Pool, tmp_path: object) -> None:
     """Another plan takes the first replica's, which the second one's are not."""
     results = pool.run(_states_of_their_own, f"{tmp_path}/kept", world_size=2)
     assert [(drift, losses) for drift, losses, _ in results] == [(0.0, 0.0)] * 2
@@ -228,9 +226,7 @@ def drift_of(state: dict[str, torch.Tensor], other: ParallelModel) -> float:
 
 
 @pytest.mark.dist
-def test_a_checkpoint_goes_on_where_it_was_with_the_outer_momentum(
-    pool: Pool, tmp_path: object
-) -> None:
+def test_a_checkpoint_restores_the_outer_momentum(pool: Pool, tmp_path: object) -> None:
     """A checkpoint from DDP has no outer momentum, and training begins without."""
     for loaded, again, anew in pool.run(_saved_and_trained_on, f"{tmp_path}/kept", world_size=2):
         assert loaded == again == 0.0

@@ -58,7 +58,7 @@ def run(program: str, store: Path) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.dist
-def test_a_server_s_process_ends_as_a_script_ends(tmp_path: Path) -> None:
+def test_a_server_process_ends_like_a_script(tmp_path: Path) -> None:
     """Its threads still listen then, while the worker's connections close: nothing aborts."""
     for code, out, err in run(PROGRAM, tmp_path / "store"):
         assert code == 0, err
@@ -67,7 +67,7 @@ def test_a_server_s_process_ends_as_a_script_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-def test_a_worker_whose_server_is_killed_ends_and_names_it(tmp_path: Path) -> None:
+def test_a_worker_exits_and_names_its_killed_server(tmp_path: Path) -> None:
     killed, (code, _, err) = run(PROGRAM + KILLED, tmp_path / "store")
     assert killed[0] == -signal.SIGKILL
     assert code == 1

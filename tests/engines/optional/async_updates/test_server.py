@@ -69,7 +69,7 @@ def test_stale_descent_is_stable_up_to_the_known_step_and_no_further(delay: int)
         assert report.most_staleness == delay
 
 
-def test_it_is_the_step_times_the_curvature_that_counts() -> None:
+def test_stability_depends_on_rate_times_curvature() -> None:
     threshold = 2 * sin(pi / 6)  # of a delay of one: 1
     shallow, steep = (
         descend(a_server(rate=rate), curvature=curvature, delay=1, updates=300)[-1]
@@ -79,7 +79,7 @@ def test_it_is_the_step_times_the_curvature_that_counts() -> None:
     assert steep > 1e3
 
 
-def test_staleness_slows_descent_that_it_does_not_break() -> None:
+def test_staleness_slows_stable_descent() -> None:
     """At a rate that is stable for both, fresh gradients need fewer updates to the same place: with
     a = 0.35 the roots are 0.65 without delay, and by z^3 - z^2 + a = 0 of modulus 0.86 with two."""
     after = [
@@ -102,7 +102,7 @@ def test_a_step_is_the_mean_over_all_samples_of_the_gradients_it_waited_for() ->
     assert server.loss == (1 * 10.0 + 3 * 2.0) / 4
 
 
-def test_what_no_worker_used_is_not_stepped() -> None:
+def test_unused_parameters_are_not_stepped() -> None:
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.SGD(parameters, lr=1.0, weight_decay=0.5)
     server = ParameterServer(parameters, optimizer, workers=[3], needed=1)
@@ -110,7 +110,7 @@ def test_what_no_worker_used_is_not_stepped() -> None:
     assert [p.item() for p in parameters] == [1.0, 0.5]
 
 
-def test_a_backup_worker_that_comes_late_is_dropped_and_goes_on_with_the_others() -> None:
+def test_a_late_backup_worker_is_dropped_for_the_step_and_stays_in_the_job() -> None:
     server = a_server(0.0, rate=1.0, workers=3, needed=2)
     for version in range(3):
         for worker in (0, 1):
@@ -125,7 +125,7 @@ def test_a_backup_worker_that_comes_late_is_dropped_and_goes_on_with_the_others(
     assert server.push(2, 3, gradient(1.0)) == 0  # and counts again
 
 
-def test_a_server_that_is_told_the_workers_uses_theirs_alone() -> None:
+def test_a_server_uses_gradients_of_the_named_workers_only() -> None:
     x = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([x], lr=1.0)
     server = ParameterServer([x], optimizer, workers=range(3), needed=2, decides=False)
@@ -140,7 +140,7 @@ def test_a_server_that_is_told_the_workers_uses_theirs_alone() -> None:
     assert (report.updates, report.dropped) == (2, 1)
 
 
-def test_a_worker_that_takes_late_has_done_the_steps_that_others_made_meanwhile() -> None:
+def test_a_worker_that_pulls_late_counts_the_steps_made_meanwhile() -> None:
     """It skips them: who counted on its gradients of them would wait for ever."""
     server = a_server(needed=1)
     server.push(0, 0, gradient(0.0))
@@ -169,7 +169,7 @@ def test_a_worker_is_never_further_ahead_than_its_bound(bound: int) -> None:
     assert not a_server(max_staleness=None).lacks_workers
 
 
-def test_a_lost_worker_holds_nobody_back() -> None:
+def test_a_lost_worker_does_not_block_the_others() -> None:
     server = a_server(max_staleness=0)
     server.push(0, 0, gradient(0.0))
     assert not server.may_go_on(0)
@@ -182,7 +182,7 @@ def test_a_lost_worker_holds_nobody_back() -> None:
     assert synchronous.tally.gone == [1]
 
 
-def test_servers_hold_nearly_the_same_bytes_in_whole_tensors() -> None:
+def test_parameters_are_balanced_over_servers_in_whole_tensors() -> None:
     sizes = [100, 1, 70, 30, 60, 40, 1]
     parts = partition(sizes, 3)
     assert sorted(number for part in parts for number in part) == list(range(7))

@@ -92,7 +92,7 @@ def _asynchronous(plan: str, steps: int) -> tuple[float, Any]:
 
 
 @pytest.mark.dist
-def test_asynchronous_updates_reach_the_optimum_and_say_how_stale_they_were(pool: Pool) -> None:
+def test_asynchronous_updates_reach_the_optimum_and_report_staleness(pool: Pool) -> None:
     """rate x curvature 0.1 is stable for delays up to 15; three workers are hardly ever 5 late."""
     plan = "dp_replicate=3 servers=1 updates=asynchronous"
     (_, served), *worked = pool.run(_asynchronous, plan, 60, world_size=4)
@@ -108,7 +108,7 @@ def test_asynchronous_updates_reach_the_optimum_and_say_how_stale_they_were(pool
 
 
 @pytest.mark.dist
-def test_a_bound_keeps_workers_together(pool: Pool) -> None:
+def test_max_staleness_bounds_the_lead_of_a_worker(pool: Pool) -> None:
     """None goes on before all have given the step before: others' updates between a worker's
     parameters and its gradients are then at most those of two steps."""
     plan = "dp_replicate=2 servers=2 updates=asynchronous max_staleness=0"
@@ -140,7 +140,7 @@ def _a_step_in_bytes() -> tuple[tuple[int, int], tuple[int, int], int, int]:
 
 
 @pytest.mark.dist
-def test_the_bytes_that_are_reported_are_those_that_the_kernel_moved(pool: Pool) -> None:
+def test_reported_bytes_equal_those_of_the_kernel(pool: Pool) -> None:
     """A worker sends gradients, four numbers and a flag for each tensor; it takes parameters and
     four numbers. Gloo wraps every message in a few of its own (48 bytes each)."""
     _, (kernel, reported, payload, tensors) = pool.run(_a_step_in_bytes, world_size=2)
@@ -175,7 +175,7 @@ def _with_a_straggler(plan: str, steps: int) -> tuple[float, int, int, int, floa
 
 
 @pytest.mark.dist
-def test_backup_workers_take_the_delay_of_a_straggler(pool: Pool) -> None:
+def test_backup_workers_hide_a_straggler(pool: Pool) -> None:
     """The straggler sleeps until the two others have made all five steps: without a backup nobody
     would ever wake it. Its gradient is dropped, and the steps that it missed are skipped."""
     plan = "dp_replicate=2 backup_workers=1 servers=1"
@@ -216,7 +216,7 @@ def _sets_of_workers(steps: int) -> tuple[list[list[int]], Any, float]:
 
 
 @pytest.mark.dist
-def test_servers_make_every_step_of_the_same_workers_gradients(pool: Pool) -> None:
+def test_all_servers_step_with_gradients_of_the_same_workers(pool: Pool) -> None:
     """The first one of two each time, whoever that is; both parts of the model go a tenth of the
     way to the optimum in every step, so that none was left out or made twice."""
     steps = 30
@@ -323,7 +323,7 @@ def _refused() -> list[str]:
 
 
 @pytest.mark.dist
-def test_a_loop_that_would_step_a_copy_is_refused(pool: Pool) -> None:
+def test_a_classic_loop_on_a_worker_is_refused(pool: Pool) -> None:
     server, worker = pool.run(_refused, world_size=2)
     assert worker[0] == "servers step the parameters: a classic loop would step this rank's copy"
     assert server[-1] == "this rank serves parameters, it has no gradients"
@@ -341,7 +341,7 @@ def _loaded() -> float:
 
 
 @pytest.mark.dist
-def test_weights_that_were_loaded_are_trained_on_from(pool: Pool) -> None:
+def test_training_continues_from_loaded_weights(pool: Pool) -> None:
     assert max(pool.run(_loaded, world_size=2)) < 1e-6
 
 
@@ -361,7 +361,7 @@ def _saved_and_trained_on(folder: str) -> tuple[float, float]:
 
 
 @pytest.mark.dist
-def test_a_checkpoint_of_servers_goes_on_under_any_plan(pool: Pool, tmp_path: object) -> None:
+def test_a_checkpoint_of_servers_resumes_under_any_plan(pool: Pool, tmp_path: object) -> None:
     for away in pool.run(_saved_and_trained_on, f"{tmp_path}/kept", world_size=4):
         assert max(away) < 1e-5
 
