@@ -35,7 +35,7 @@ def test_the_same_content_has_the_same_place_and_other_content_another(folder: P
     assert one.parent == folder
 
 
-def test_what_was_kept_is_found(folder: Path) -> None:
+def test_a_cached_document_is_recalled(folder: Path) -> None:
     path = cache_path("notes", 1)
     assert recall(path, Note) is None
     keep(path, Note(text="said"))
@@ -43,7 +43,7 @@ def test_what_was_kept_is_found(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"schema_version": 99}', '{"txt": 1}', "\udcff"])
-def test_a_file_that_is_broken_or_of_another_release_is_not_there(
+def test_broken_files_and_those_of_another_release_are_ignored(
     folder: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = cache_path("notes", 1)
@@ -53,7 +53,7 @@ def test_a_file_that_is_broken_or_of_another_release_is_not_there(
     assert str(path) in caplog.text
 
 
-def test_only_the_newest_of_a_kind_stay(folder: Path) -> None:
+def test_only_the_newest_files_of_a_kind_are_retained(folder: Path) -> None:
     keep(folder / "others-1.json", Note(text="of another kind"))
     paths = [cache_path("notes", number) for number in range(MOST_FILES + 3)]
     for age, path in enumerate(reversed(paths)):
@@ -66,7 +66,7 @@ def test_only_the_newest_of_a_kind_stay(folder: Path) -> None:
     assert (folder / "others-1.json").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_noted_and_that_is_all(
+def test_an_unwritable_cache_folder_is_logged_without_an_error(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.write_text("a file is in the way")

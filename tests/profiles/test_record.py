@@ -58,7 +58,7 @@ def test_another_schema_version_is_refused(cluster: ClusterProfile) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"), [("{", "not JSON"), ("[1]", "a JSON object is wanted, this is a list")]
 )
-def test_a_broken_file_says_so(text: str, complaint: str) -> None:
+def test_a_broken_file_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(FileError, match=complaint):
         ClusterProfile.from_json(text, where="c.json")
 
@@ -116,7 +116,7 @@ def test_a_folder_that_takes_no_file_is_named(
         write_text(tmp_path / "plan.json", "new")
 
 
-def test_what_a_write_would_be_refused_for_is_known_before_it(tmp_path: Path) -> None:
+def test_require_writable_refuses_what_a_write_would(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="No such file or directory"):
         require_writable(tmp_path / "absent" / "plan.json")
     with pytest.raises(FileError, match="Is a directory"):

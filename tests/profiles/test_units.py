@@ -33,7 +33,7 @@ from profiles.units import (
         ("2e3 bytes", 2000),
     ],
 )
-def test_binary_and_decimal_bytes_are_kept_apart(text: str, count: int) -> None:
+def test_binary_and_decimal_bytes_are_distinguished(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 

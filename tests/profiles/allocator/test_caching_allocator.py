@@ -97,7 +97,7 @@ def test_the_best_fit_is_the_smallest_block_that_is_large_enough() -> None:
     assert allocator.reserved_bytes == sum(sizes) * MIB
 
 
-def test_a_kept_block_in_the_middle_forces_a_new_segment() -> None:
+def test_a_live_block_in_the_middle_forces_a_new_segment() -> None:
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(100 * MIB))
     left, middle, right = (allocator.allocate(size * MIB) for size in (40, 20, 40))
@@ -160,7 +160,7 @@ def test_a_limit_can_be_too_small_for_the_pieces_though_not_for_the_sum() -> Non
         allocator.allocate(50 * MIB)
 
 
-def test_nothing_takes_nothing() -> None:
+def test_an_empty_request_reserves_nothing() -> None:
     allocator = CachingAllocator()
     address = allocator.allocate(0)
     allocator.free(address)
@@ -183,7 +183,7 @@ _STEPS = st.lists(
     divisions=st.sampled_from([0, 4]),
     limit=st.sampled_from([None, 256 * MIB, 4 * GIB]),
 )
-def test_what_always_holds(
+def test_random_requests_never_overlap_and_are_accounted_for(
     steps: list[tuple[int | None, int]], expandable: bool, divisions: int, limit: int | None
 ) -> None:
     def run() -> tuple[CachingAllocator, dict[int, int], list[tuple[int, int]]]:

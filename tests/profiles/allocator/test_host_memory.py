@@ -42,7 +42,7 @@ def test_buffers_are_whole_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("way", [Loading.WHOLE, Loading.FILE])
-def test_what_is_said_is_what_building_and_reading_hold(way: Loading) -> None:
+def test_predicted_host_memory_equals_that_of_building_and_reading(way: Loading) -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
 

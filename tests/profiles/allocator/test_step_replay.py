@@ -43,7 +43,7 @@ PAIR = UnitMemory(
 )
 
 
-def test_states_of_the_optimizer_break_up_what_the_first_step_cached() -> None:
+def test_optimizer_states_fragment_segments_of_the_first_step() -> None:
     # First step: 40 MiB of parameters, 80 kept, 20 for the second unit's gradient: 140 in segments
     # of 20, 20, 40, 40, 20. The other gradient and both states go into the two of 40, so that the
     # second step finds no 40 in one piece: two more. Beside 40 parameters and 40 states live at
@@ -52,32 +52,32 @@ def test_states_of_the_optimizer_break_up_what_the_first_step_cached() -> None:
     assert replayed == Replayed(allocated_bytes=180 * MIB, reserved_bytes=220 * MIB)
 
 
-def test_expandable_segments_put_the_pieces_together() -> None:
+def test_expandable_segments_avoid_fragmentation() -> None:
     # The gradient that lies between a state and the rest of its 40 MiB goes, and they are 40 again.
     replayed = replay([PAIR], Resident(state_copies=(1,)), expandable_segments=True)
     assert replayed == Replayed(allocated_bytes=180 * MIB, reserved_bytes=180 * MIB)
 
 
-def test_gradients_in_buckets_are_there_all_the_time() -> None:
+def test_buckets_of_gradients_stay_allocated() -> None:
     # 40 of parameters, 40 of buckets, 80 kept, and a gradient of 20 on its way to its bucket.
     replayed = replay([PAIR], Resident(buckets=(40 * MIB,)))
     assert replayed.allocated_bytes == replayed.reserved_bytes == 180 * MIB
 
 
-def test_what_is_made_again_is_there_once() -> None:
+def test_recomputed_activations_are_allocated_once() -> None:
     units = [replace(PAIR, saved=(10 * MIB,), again=(40 * MIB,), forward_bytes=50 * MIB)]
     # The first unit's backward: 40 of parameters, 10 kept, 40 made again, and, when those went, its
     # gradient beside the other's. The second unit's: 40, twice 10, 40.
     assert replay(units, Resident()).allocated_bytes == 110 * MIB
 
 
-def test_gathered_parameters_are_there_while_a_unit_runs() -> None:
+def test_gathered_parameters_are_allocated_while_a_unit_runs() -> None:
     unit = replace(PAIR, gathered=(100 * MIB,))
     # As without, and 100 of the unit in work, the last one's backward, and of the next one.
     assert replay([unit], Resident()).allocated_bytes == (40 + 80 + 20 + 2 * 100) * MIB
 
 
-def test_shards_are_left_by_a_reduction_whose_input_stays_until_the_next() -> None:
+def test_inputs_of_reduce_scatter_stay_until_the_next_one() -> None:
     unit = replace(
         PAIR,
         parameters=(10 * MIB,),
@@ -100,7 +100,7 @@ def test_microbatches_of_a_stage_add_to_one_gradient() -> None:
     assert replayed.allocated_bytes == (20 + 3 * 40 + 20) * MIB
 
 
-def test_a_limit_is_enough_or_is_not() -> None:
+def test_a_limit_below_the_peak_raises_out_of_memory() -> None:
     standing = Resident(state_copies=(1,))
     assert replay([PAIR], standing, limit_bytes=220 * MIB).reserved_bytes == 220 * MIB
     # Cached segments that are empty go back, the first unit's 20 MiB of gradient among them.
@@ -219,7 +219,7 @@ def _both(
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("has_buckets", [False, True])
-def test_a_profile_tells_what_is_reserved(expandable: bool, has_buckets: bool) -> None:
+def test_reserved_bytes_follow_from_a_profile(expandable: bool, has_buckets: bool) -> None:
     errors = {}
     for name, samples in CASES:
         buckets = -(-_profile(name).gradient_bytes // (25 * MIB)) * (25 * MIB,)

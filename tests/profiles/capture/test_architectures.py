@@ -38,7 +38,7 @@ def saved_bytes(profile: ModelProfile) -> float:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_a_real_run_takes_what_the_capture_says(name: str) -> None:
+def test_captured_flop_and_activations_equal_those_of_a_real_run(name: str) -> None:
     model, profile = captured(name)
     measured = measure(model, ARCHITECTURES[name][1])
     assert profile.parameters == sum(p.numel() for p in model.parameters())
@@ -50,7 +50,7 @@ def test_a_real_run_takes_what_the_capture_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.filterwarnings("ignore")
-def test_equal_blocks_stood_in_for_cost_what_every_block_costs(name: str) -> None:
+def test_a_capture_with_substituted_blocks_equals_one_of_every_block(name: str) -> None:
     model, profile = captured(name)
     every = capture(model, ARCHITECTURES[name][1], every_block=True)
     assert profile.flow == every.flow

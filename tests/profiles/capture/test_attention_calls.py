@@ -73,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_block_has_the_call_that_its_configuration_says(name: str) -> None:
+def test_every_block_has_the_attention_call_of_its_configuration(name: str) -> None:
     config, kv_heads, length, is_causal = CASES[name]
     for numerics, element_bytes in zip(NUMERICS, (F32, BF16), strict=True):
         results = [calls(block.cost(numerics)) for block in captured(config).blocks()]
@@ -115,7 +115,7 @@ def test_a_mask_that_hides_nothing_leaves_the_whole_square() -> None:
         assert before.flop(1) == after.flop(1)
 
 
-def test_scores_are_kept_by_kernels_that_keep_them() -> None:
+def test_unfused_kernels_save_the_attention_scores() -> None:
     """a s^2 b elements (arXiv:2205.05198, equation 2), in place of one sum a query."""
     model = captured(llama())
     eager = Stack(name="eager", attention=AttentionKernel.FUSED_SOFTMAX)

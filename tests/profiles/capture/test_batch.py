@@ -45,7 +45,7 @@ def test_a_models_own_loss_is_found(output: object) -> None:
 
 
 @pytest.mark.parametrize("output", [X, {"logits": X}, SimpleNamespace(loss=None), (X, X), None])
-def test_no_loss_is_no_loss(output: object) -> None:
+def test_a_model_without_a_loss_is_recognised(output: object) -> None:
     assert find_loss(output) is None
     with pytest.raises(ModelError, match=r"the model returns no loss"):
         loss_of(output, X, None)
@@ -77,6 +77,6 @@ def test_a_batch_keeps_its_arrangement() -> None:
         ("text", r"a str is not a batch"),
     ],
 )
-def test_what_is_no_batch_is_refused_with_names(batch: object, message: str) -> None:
+def test_unusable_batches_are_refused_by_name(batch: object, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         batch_size(batch)  # type: ignore[arg-type]

@@ -143,7 +143,7 @@ def test_a_real_run_takes_exactly_what_was_predicted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "tied-frozen-unused", "lstm", "loss-inside"])
-def test_the_highest_moment_is_the_allocators_to_the_byte(name: str) -> None:
+def test_the_captured_peak_equals_the_allocators(name: str) -> None:
     # In these the loss is the fullest moment: no gradient of a parameter is there yet.
     case, samples = CASES[name], 16
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_the_highest_moment_is_the_allocators_to_the_byte(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "lstm"])
-def test_the_peak_put_together_from_units_is_the_allocators(name: str) -> None:
+def test_the_peak_summed_over_units_is_the_allocators(name: str) -> None:
     case, samples = CASES[name], 16
     torch.manual_seed(0)
     model = case.build()
@@ -203,7 +203,7 @@ def test_a_model_on_the_meta_device_has_the_same_profile(name: str) -> None:
     assert capture(abstract, batch, loss_fn=case.loss_fn) == real
 
 
-def test_bf16_halves_what_is_kept() -> None:
+def test_bf16_halves_the_saved_activations() -> None:
     case = CASES["gpt"]
     profile = capture(case.build(), case.batch(2), loss_fn=token_loss, numerics=tuple(Numerics))
     for unit in profile.blocks():
@@ -218,7 +218,7 @@ def test_bf16_halves_what_is_kept() -> None:
     assert loss.cost(Numerics.BF16).activation_bytes == loss.cost(AS_BUILT).activation_bytes
 
 
-def test_autocast_keeps_what_a_real_autocast_run_keeps_beside_casts_of_parameters() -> None:
+def test_autocast_saves_what_a_real_autocast_run_saves_besides_casts_of_parameters() -> None:
     width, rows = 64, 8
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))

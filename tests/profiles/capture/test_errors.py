@@ -77,12 +77,12 @@ def test_lazy_parameters_are_named() -> None:
         capture(nn.Sequential(nn.LazyLinear(4)), torch.randn(2, 4))
 
 
-def test_something_that_is_no_module_is_named() -> None:
+def test_an_object_that_is_no_module_is_named() -> None:
     with pytest.raises(ModelError, match=r"this is a function"):
         capture(F.relu, torch.randn(2, 4))  # type: ignore[arg-type]
 
 
-def test_a_loss_that_does_not_fit_is_told_from_the_model() -> None:
+def test_a_loss_that_does_not_fit_is_not_blamed_on_the_model() -> None:
     model, batch = nn.Linear(4, 3), (torch.randn(2, 4), torch.randn(2, 7))
     with pytest.raises(ModelError, match=r"the loss does not take what the model returns: "):
         capture(model, batch, loss_fn=lambda output, target: output @ target)
@@ -100,7 +100,7 @@ def test_a_missing_target_is_named() -> None:
         capture(nn.Linear(4, 4), torch.randn(2, 4), loss_fn=F.mse_loss)
 
 
-def test_one_random_number_that_drops_layers_is_no_obstacle() -> None:
+def test_layer_dropout_can_be_captured() -> None:
     class Dropping(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -49,7 +49,7 @@ class ByAttribute(nn.Module):
         return out
 
 
-def test_what_a_unit_leaves_in_an_attribute_feeds_who_reads_it() -> None:
+def test_a_tensor_in_an_attribute_flows_to_its_reader() -> None:
     flow = flow_of(ByAttribute())
     assert names(flow) == [
         ("first", "second"),
@@ -86,7 +86,7 @@ class ByArgument(nn.Module):
         return out
 
 
-def test_what_a_unit_writes_to_its_argument_feeds_who_takes_that() -> None:
+def test_a_write_to_an_argument_flows_to_its_next_reader() -> None:
     flow = flow_of(ByArgument())
     assert names(flow) == [("first", "second"), ("second", "third")]
     assert flow.calls[0].values[0].is_overwritten
@@ -121,7 +121,7 @@ class ByBuffer(nn.Module):
         return out
 
 
-def test_what_a_unit_writes_to_a_buffer_feeds_who_reads_that() -> None:
+def test_a_write_to_a_buffer_flows_to_its_reader() -> None:
     edges = names(flow_of(ByBuffer()))
     assert edges == [("writer", "between"), ("writer", "reader"), ("between", "reader")]
 
@@ -163,7 +163,7 @@ class Chunked(nn.Module):
         return out
 
 
-def test_chunks_of_one_memory_go_where_each_is_taken() -> None:
+def test_chunks_of_one_storage_flow_to_their_own_readers() -> None:
     flow = flow_of(Chunked())
     taken = {e.value: flow.calls[e.target].unit for e in flow.edges if e.source == 0}
     assert taken == {0: "query", 1: "key", 2: "out"}
@@ -181,7 +181,7 @@ class InGlue(nn.Module):
         return out
 
 
-def test_what_glue_made_and_changes_itself_overwrites_no_output() -> None:
+def test_in_place_changes_of_glue_tensors_overwrite_no_output() -> None:
     flow = flow_of(InGlue())
     assert names(flow) == [("first", "third"), ("second", "third")]
     assert not any(value.is_overwritten for call in flow.calls for value in call.values)
@@ -264,7 +264,7 @@ class Catches(nn.Module):
         return out
 
 
-def test_a_call_that_raised_and_was_caught_is_over() -> None:
+def test_a_call_whose_error_was_caught_has_ended() -> None:
     flow = flow_of(Catches())
     assert names(flow) == [("first", "second")]
     assert flow.inside == ()
@@ -285,7 +285,7 @@ class Keeping(nn.Module):
         return out
 
 
-def test_what_a_call_makes_and_keeps_back_is_seen_where_it_is_taken() -> None:
+def test_a_hidden_value_is_seen_where_it_is_read() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()

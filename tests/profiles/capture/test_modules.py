@@ -72,7 +72,7 @@ def test_experts_stay_inside_their_block() -> None:
     assert names(model) == [f"[layers.{i}]" for i in range(4)]
 
 
-def test_stages_that_grow_are_opened() -> None:
+def test_stages_of_different_widths_are_split_into_their_blocks() -> None:
     model = Model(stages=nn.ModuleList([Stage(4), Stage(8, depth=3)]))
     assert names(model) == [
         "[stages.0.blocks.0]",

@@ -47,7 +47,7 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11, of itself
-def test_selective_recompute_holds_after_the_forward_what_was_predicted() -> None:
+def test_selective_recompute_saves_the_predicted_bytes() -> None:
     batch = torch.randn(3, 12, 32)
     model = Blocks(recomputes=True)
     model(batch).sum().backward()  # lazily made things are made

@@ -71,12 +71,12 @@ def runs_of(model: Chain, runs: type[Runs]) -> int:
     return runs.count // 2
 
 
-def test_of_equal_blocks_the_first_two_and_the_last_run() -> None:
+def test_only_the_first_two_and_the_last_of_equal_blocks_run() -> None:
     runs = counter()
     assert runs_of(Chain(lambda _: Block(runs)), runs) == 3
 
 
-def test_every_block_runs_where_asked() -> None:
+def test_every_block_runs_on_request() -> None:
     runs = counter()
     capture(Chain(lambda _: Block(runs)), torch.randn(ROWS, WIDTH), every_block=True)
     assert runs.count == 2 * DEPTH
@@ -213,7 +213,7 @@ class Pairs(Chain):
         return out
 
 
-def test_what_a_block_hands_through_stays_the_same_tensor() -> None:
+def test_a_tensor_passed_through_a_block_stays_the_same() -> None:
     runs = counter()
     assert runs_of(Pairs(lambda _: Pair(runs)), runs) == 3
 

@@ -35,7 +35,7 @@ CASES = dict(_cases())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_looks_equal_and_is_not_costs_what_every_block_costs(case: str) -> None:
+def test_similar_blocks_that_differ_are_captured_one_by_one(case: str) -> None:
     random.seed(0)
     model, sample = CASES[case](), torch.randn(ROWS, WIDTH)
     profile = capture(model, sample)

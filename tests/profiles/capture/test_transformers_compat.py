@@ -118,13 +118,13 @@ def test_only_masks_that_the_model_fills_with_ones_are_left_out() -> None:
     assert len(answers) == 8
 
 
-def test_the_functions_of_transformers_are_put_back() -> None:
+def test_the_functions_of_transformers_are_restored() -> None:
     before = functions()
     capture(LLAMA(), batch())
     assert functions() == before
 
 
-def test_they_are_put_back_after_an_error() -> None:
+def test_the_functions_of_transformers_are_restored_after_an_error() -> None:
     class Failing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             during.extend(functions())
@@ -138,7 +138,7 @@ def test_they_are_put_back_after_an_error() -> None:
     assert not set(before) & set(during)
 
 
-def test_what_another_thread_trains_on_meanwhile_is_read() -> None:
+def test_masks_of_another_thread_are_read() -> None:
     class Elsewhere(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             thread = threading.Thread(target=look_at_packed)
@@ -155,7 +155,7 @@ def test_what_another_thread_trains_on_meanwhile_is_read() -> None:
 
 
 @pytest.mark.parametrize("module", [None, ModuleType("transformers.masking_utils")])
-def test_without_such_a_transformers_nothing_happens(
+def test_an_unknown_transformers_is_not_patched(
     monkeypatch: pytest.MonkeyPatch, module: ModuleType | None
 ) -> None:
     monkeypatch.delitem(sys.modules, "transformers.masking_utils")

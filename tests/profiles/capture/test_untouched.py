@@ -66,7 +66,7 @@ def random_state() -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("kind", Numerics)
-def test_the_model_and_all_randomness_are_as_they_were(kind: Numerics) -> None:
+def test_capture_leaves_model_and_random_state_unchanged(kind: Numerics) -> None:
     model = Careless()
     model(torch.randn(3, 4)).sum().backward()
     model.cache.clear()
@@ -116,7 +116,7 @@ def test_a_model_that_recomputes_by_itself_keeps_only_the_inputs_of_its_blocks()
         assert again == one.forward_flop.at(2) - 2 * (2 * 12) * 4 * 32**2
 
 
-def test_looking_works_where_gradients_are_switched_off() -> None:
+def test_capture_works_under_no_grad() -> None:
     case = CASES["gpt"]
     expected = capture(TinyGPT(), case.batch(2), loss_fn=token_loss)
     with torch.no_grad():

@@ -131,7 +131,7 @@ def resnet50() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
 
-def test_flop_and_kept_elements_of_resnet50_are_what_torch_counts() -> None:
+def test_flop_and_saved_elements_of_resnet50_are_what_torch_counts() -> None:
     with torch.device("meta"):
         model, images = resnet50(), torch.empty(2, 3, 128, 128)
     maps: dict[int, torch.Tensor] = {}
@@ -211,7 +211,7 @@ def test_recompute_and_fusion_save_what_they_name() -> None:
     assert second.forward_kernels - less.forward_kernels == 2
 
 
-def test_a_side_in_the_name_counts_before_one_beside_it() -> None:
+def test_an_image_side_in_the_name_takes_precedence() -> None:
     assert network_of("resnet50-128px", pixels=224)[0].pixels == 128
     assert network_of("inception3")[0].pixels == 299
     assert network_of("vgg16", pixels=64)[0].pixels == 64
@@ -247,7 +247,7 @@ def blocks_of(network: Convnet) -> list[str]:
     return [block.name for block in network.blocks]
 
 
-def test_blocks_are_handed_what_later_ones_take_too() -> None:
+def test_blocks_pass_on_what_later_ones_take() -> None:
     """Between U-Net's arms the skipped maps travel with the last one."""
     network, _ = network_of("unet-5-64")
     at = blocks_of(network).index("bottleneck.0")

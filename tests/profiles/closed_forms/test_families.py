@@ -77,7 +77,7 @@ def test_a_config_gives_what_capture_of_its_model_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "vit"])
-def test_one_sample_whose_rows_need_no_sum_is_like_it_too(name: str) -> None:
+def test_the_closed_form_of_one_sample_equals_its_capture(name: str) -> None:
     config = CONFIGS[name]
     profile = profile_from_config(
         config, samples=1, sequence_length=tokens_of(config), name="model"
@@ -85,7 +85,7 @@ def test_one_sample_whose_rows_need_no_sum_is_like_it_too(name: str) -> None:
     assert_equal(profile, captured(config, 1, (Numerics.AS_BUILT,)))
 
 
-def test_every_family_is_held_against_a_capture() -> None:
+def test_every_family_is_compared_with_a_capture() -> None:
     assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
 
 
@@ -123,7 +123,7 @@ def test_at_full_size_a_profile_is_that_of_the_capture() -> None:
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama, deeper", "t5", "bert", "vit", "mixtral", "deepseek_v3"]
 )
-def test_what_crosses_a_border_between_units_is_what_a_capture_sees(name: str) -> None:
+def test_values_across_unit_borders_equal_those_of_a_capture(name: str) -> None:
     """Compares values with gradients: the closed form follows nothing else (T5 hands on a mask,
     too)."""
     config = CONFIGS[name]

@@ -114,7 +114,7 @@ def test_flop_are_six_per_parameter_and_token_and_attention() -> None:
     assert profile.flop(1) == 6 * products * tokens + (2 + 5) * attention
 
 
-def test_it_runs_where_torch_cannot_be_imported() -> None:
+def test_closed_forms_run_without_torch() -> None:
     code = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None

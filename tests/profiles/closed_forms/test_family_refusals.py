@@ -76,7 +76,7 @@ class TestRefusals:
             ("gemma", "use_bidirectional_attention", True),
         ],
     )
-    def test_what_changes_a_familys_forward_is_refused(
+    def test_fields_that_change_a_familys_forward_are_refused(
         self, name: str, field: str, value: object
     ) -> None:
         with pytest.raises(InputError, match="no closed form here"):

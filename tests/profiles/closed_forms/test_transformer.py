@@ -64,7 +64,7 @@ def test_flop_equal_megatrons_formula() -> None:
     assert model.flop(1) == pytest.approx(linear + attention)
 
 
-def test_costs_grow_with_samples_and_16_bits_halve_what_is_kept() -> None:
+def test_costs_grow_with_samples_and_16_bits_halve_activations() -> None:
     model = transformer_profile(GPT, name="gpt")
     block = next(model.blocks())
     wide, half = block.cost(Numerics.AS_BUILT), block.cost(Numerics.BF16)

@@ -31,7 +31,7 @@ SIZES = [KIB * 4**power for power in range(9)]  # 1 KiB to 64 MiB
 
 
 @pytest.mark.parametrize(("latency_s", "bandwidth"), [(20e-6, 40e9), (3e-3, 1e8), (0.0, 5e9)])
-def test_an_exact_line_is_found(latency_s: float, bandwidth: float) -> None:
+def test_an_exact_line_is_fitted(latency_s: float, bandwidth: float) -> None:
     fitted = fit([(float(size), latency_s + size / bandwidth) for size in SIZES])
     assert fitted.latency_s == pytest.approx(latency_s, abs=1e-12, rel=1e-6)
     assert fitted.busbw_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
@@ -272,7 +272,7 @@ def test_the_tiers_are_those_of_their_axes(ran: Path) -> None:
         assert 0 < bandwidth.low <= max(min(rates), 0.05 * max(rates)) * 1.001
 
 
-def test_the_devices_are_timed_and_the_rest_is_kept(ran: Path) -> None:
+def test_the_bench_times_devices_and_keeps_other_fields(ran: Path) -> None:
     before, after = loaded(ran, "before0"), loaded(ran, "0")
     device = after.device
     assert device.matmul_fraction.value == 1.0
@@ -290,7 +290,7 @@ def test_the_devices_are_timed_and_the_rest_is_kept(ran: Path) -> None:
     assert (after.name, after.cores) == (before.name, before.cores)
 
 
-def test_what_computing_and_communication_do_to_each_other_is_told_as_factors(ran: Path) -> None:
+def test_mutual_slowdown_of_computing_and_communication_is_reported_as_factors(ran: Path) -> None:
     overlap = loaded(ran, "0").overlap
     assert overlap is not None
     assert 1 <= overlap.computing.value < 50
@@ -306,7 +306,7 @@ def test_computing_and_communication_slow_each_other_on_shared_cores(ran: Path) 
     assert overlap.computing.value + overlap.communication.value > 2.2
 
 
-def test_what_is_timed_is_told(ran: Path) -> None:
+def test_progress_names_what_is_timed(ran: Path) -> None:
     lines = (ran / "lines0.txt").read_text()
     assert lines.startswith("matrix products and memory\ncomputing and communication at once\n")
     assert "groups of 2 ranks, 2 apart, 1 KiB" in lines
@@ -318,7 +318,7 @@ def test_a_cluster_of_another_size_is_refused(ran: Path) -> None:
     assert text.startswith("the cluster has 6 devices, this job 4 ranks")
 
 
-def test_a_kept_bench_is_recalled_by_all_ranks_or_by_none(ran: Path) -> None:
+def test_a_cached_bench_is_recalled_by_all_ranks_or_by_none(ran: Path) -> None:
     for rank in range(4):
         assert (ran / f"states{rank}.txt").read_text() == repr([True] * 7)
     output = (ran / "output.txt").read_text()

@@ -29,7 +29,7 @@ def test_a_folder_gets_rates_and_keeps_no_file(tmp_path: Path) -> None:
     assert 0 < cluster.disk_free_bytes.value <= usage.total
 
 
-def test_rates_are_of_the_seconds_that_it_took(
+def test_disk_rates_are_bytes_over_measured_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     intervals = iter([(1.0, 0.5), (2.0, 0.5), (4.0, 0.5)])
@@ -42,7 +42,7 @@ def test_rates_are_of_the_seconds_that_it_took(
     assert (read.value, read.relative_error) == (2e8, 0.0)
 
 
-def test_a_cluster_file_keeps_the_ways_out_of_the_device(tmp_path: Path) -> None:
+def test_a_cluster_file_keeps_disk_and_host_link_rates(tmp_path: Path) -> None:
     timed = with_disk(resolve_cluster(H100), tmp_path, size_bytes=MIB)
     rate = timed.disk_read_bytes_per_s
     device = timed.device.model_copy(update={"host_link_bytes_per_s": rate})
@@ -55,6 +55,6 @@ def test_a_cluster_file_keeps_the_ways_out_of_the_device(tmp_path: Path) -> None
     assert again.device.host_link_bytes_per_s == rate
 
 
-def test_a_missing_folder_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no file of 256 MiB can be written in .*missing"):
         with_disk(resolve_cluster(H100), tmp_path / "missing")

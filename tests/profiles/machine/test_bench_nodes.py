@@ -24,13 +24,13 @@ def _seen(*names: str) -> tuple[str, ClusterProfile | None]:
 
 
 @pytest.mark.dist
-def test_equal_nodes_are_as_rank_0_sees_them(pool: Pool) -> None:
+def test_equal_nodes_are_described_by_rank_0(pool: Pool) -> None:
     name = "2x2xH100-SXM-80GB"
     assert pool.run(_seen, name, name, world_size=4) == [("", cluster_from_name(name))] * 4
 
 
 @pytest.mark.dist
-def test_of_different_nodes_the_slowest_counts_on_every_rank_and_it_says_so(pool: Pool) -> None:
+def test_the_slowest_of_different_nodes_counts_on_every_rank_with_a_note(pool: Pool) -> None:
     results = pool.run(_seen, "2x2xH100-SXM-80GB", "2x2xA100-SXM-80GB", world_size=4)
     assert len({profile.to_json() for _, profile in results if profile}) == 1
     profile = results[0][1]

@@ -171,7 +171,7 @@ def test_two_bridged_gpus_are_joined_by_the_bridge_alone() -> None:
     assert (links.pair, links.host_bridge) == (None, None)
 
 
-def test_without_peer_to_peer_all_goes_through_the_host_and_the_other_socket_is_said() -> None:
+def test_without_peer_to_peer_traffic_goes_through_the_host_with_a_note_on_sockets() -> None:
     links = links_between(range(8), RTX_4090)
     assert links.intra == catalogue.link("pcie4")
     upwards = links.intra.model_copy(update={"name": "PCIe4 x16 to the host"})
@@ -199,7 +199,7 @@ def test_nvlink_from_each_to_each_is_a_mesh() -> None:
     assert machine.group_bandwidth(2).value == pytest.approx(full / 3)
 
 
-def test_a_cube_is_planned_as_published_and_said() -> None:
+def test_a_cube_mesh_is_planned_as_published_with_a_note() -> None:
     links = links_between(range(8), DGX_1)
     assert links.intra == catalogue.link("nvlink2")
     assert "not all: planned with the published rate" in links.notes[0]
@@ -236,7 +236,7 @@ def test_the_probe_puts_the_links_into_the_profile() -> None:
 
 
 @pytest.mark.usefixtures("four_3090")
-def test_without_the_driver_s_answers_the_usual_is_assumed_and_said() -> None:
+def test_without_the_driver_usual_links_are_assumed_with_a_note() -> None:
     device = catalogue.accelerator("RTX-3090-24GB")
     links = gpu_links(device, "nvidia-ml-py is not installed", count=4)
     assert links.intra == catalogue.link("pcie4")
@@ -251,7 +251,7 @@ def test_without_the_driver_s_answers_the_usual_is_assumed_and_said() -> None:
 
 
 @pytest.mark.usefixtures("four_3090")
-def test_amd_s_links_are_said_not_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_of_amd_gpus_are_reported_as_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4", raising=False)
     links = gpu_links(catalogue.accelerator("MI300X"), RTX_3090, count=4)
     assert links.intra == catalogue.link("xgmi-mi300x")
@@ -375,7 +375,7 @@ def test_the_rated_speed_of_the_fastest_cards_makes_the_network(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("four_3090")
-def test_a_network_that_cannot_be_seen_is_assumed_and_said(tmp_path: Path) -> None:
+def test_an_unknown_network_is_assumed_with_a_note(tmp_path: Path) -> None:
     cluster = probe(launcher=IN_A_JOB, nvml=RTX_3090, root=tmp_path)
     assert cluster.inter is not None
     assert cluster.inter.bandwidth_bytes_per_s.source is Source.ASSUMED

@@ -140,7 +140,7 @@ def test_a_pod_knows_its_place_in_the_job(environment: dict[str, str], expected:
         ({"JOB_COMPLETION_INDEX": "3"}, "pod 3 of an indexed Kubernetes job; how many pods"),
     ],
 )
-def test_what_the_variables_leave_open_is_said_not_guessed(
+def test_missing_launcher_variables_are_reported_and_not_guessed(
     environment: dict[str, str], said: str
 ) -> None:
     detected = launcher(environment=environment)

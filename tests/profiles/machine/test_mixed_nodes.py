@@ -41,7 +41,7 @@ def test_the_note_says_which_node_decided_what() -> None:
     )
 
 
-def test_the_note_tells_apart_whose_is_slowest() -> None:
+def test_the_note_names_the_slowest_node_of_each_quantity() -> None:
     roomy = gpus(2, 4, memory_gib=160, intra_bytes_per_s=30e9)
     small = gpus(2, 4, memory_gib=40)
     small = small.model_copy(update={"device": small.device.model_copy(update={"name": "small"})})
@@ -78,7 +78,7 @@ def test_each_quantity_is_the_slowest_wherever_it_is_found() -> None:
     assert mixed.group_bandwidth(4).value == 30e9
 
 
-def test_the_product_of_peak_and_share_counts_not_each_apart() -> None:
+def test_the_slowest_product_of_peak_and_share_counts() -> None:
     base = gpus(1, 2).device
     fast = base.model_copy(
         update={
@@ -240,7 +240,7 @@ def test_count_outside_of_a_node_table_names_the_right_key(tmp_path: Path) -> No
         load_cluster(written(tmp_path, 'accelerator = "h200"\ncount = 2\n'))
 
 
-def test_a_wrong_link_in_a_node_table_is_told_with_its_place(tmp_path: Path) -> None:
+def test_a_wrong_link_in_a_node_table_is_named_with_its_place(tmp_path: Path) -> None:
     path = written(tmp_path, TWO_KINDS.replace('link = "pcie4"', 'link = "pcie9"'))
     with pytest.raises(InputError, match="unknown link `pcie9`") as caught:
         load_cluster(path)

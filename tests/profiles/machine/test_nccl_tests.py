@@ -99,9 +99,7 @@ def write(folder: Path, program: str, text: str | None = None, **settings: objec
 
 @pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("program", list(FACTORS))
-def test_the_line_of_every_program_is_found_again(
-    program: str, is_new: bool, tmp_path: Path
-) -> None:
+def test_the_line_of_every_program_is_recovered(program: str, is_new: bool, tmp_path: Path) -> None:
     log = read_log(write(tmp_path, program, is_new=is_new))
     assert (log.kind, log.ranks, log.num_nodes) == (KINDS[program], 8, 1)
     fit = log.fit()
@@ -204,7 +202,7 @@ def test_wrong_elements_are_refused(tmp_path: Path) -> None:
     assert "17 elements were wrong" in refused(write(tmp_path, "all_reduce_perf", wrong="17"))
 
 
-def test_a_file_named_after_another_program_is_found_out(tmp_path: Path) -> None:
+def test_a_file_named_after_another_program_is_refused(tmp_path: Path) -> None:
     # Older logs do not say which program it was; the bus bandwidth of an all-reduce does.
     old = log("all_reduce_perf", is_new=False)
     text = refused(write(tmp_path, "all_gather_perf", old))

@@ -91,7 +91,7 @@ def test_a_fast_card_leaves_gloo_as_slow_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_what_cannot_be_found_is_said(tmp_path: Path) -> None:
+def test_unknown_facts_of_the_machine_are_reported(tmp_path: Path) -> None:
     interface(tmp_path, "eth0", "-1")
     for index in (0, 1):
         node = tmp_path / f"sys/devices/system/node/node{index}"

@@ -73,14 +73,14 @@ def test_the_verdict_on_the_committed_bench_flips_between_the_rates(report: Repo
 
 @pytest.mark.timed
 @pytest.mark.usefixtures("_namespaces")
-def test_the_rate_of_the_line_is_found_and_the_verdict_follows() -> None:
+def test_a_new_bench_finds_the_rates_and_the_verdict_follows() -> None:
     rows = measure().rows
     require_rates(rows)
     require_verdicts(rows)
 
 
 @pytest.mark.usefixtures("_namespaces")
-def test_namespaces_and_their_processes_are_gone_after_a_failure() -> None:
+def test_namespaces_and_their_processes_are_removed_after_a_failure() -> None:
     started: list[subprocess.Popen[bytes]] = []
     names: list[str] = []
 
@@ -103,7 +103,7 @@ def test_namespaces_and_their_processes_are_gone_after_a_failure() -> None:
 
 
 @pytest.mark.usefixtures("_namespaces")
-def test_nodes_around_a_switch_reach_each_other_and_are_gone_afterwards() -> None:
+def test_nodes_around_a_switch_reach_each_other_and_are_removed_afterwards() -> None:
     with star(3, rate_bytes_per_s=12.5e6) as nodes:
         knock = nodes[0].command("bash", "-c", f"echo > /dev/tcp/{nodes[2].address}/9")
         reached = subprocess.run(knock, capture_output=True, text=True, check=False, timeout=10)

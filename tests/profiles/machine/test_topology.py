@@ -149,7 +149,7 @@ class TestPcie:
         assert rate(two, 4) == (24, Tier.INTRA)
         assert rate(two, 2, 2) == (12, Tier.HOST)
 
-    def test_what_leaves_the_node_without_peer_to_peer_passes_the_host_too(self) -> None:
+    def test_traffic_between_nodes_passes_the_host_without_peer_to_peer(self) -> None:
         # One card of 50 GB/s beside the bridge: each byte goes up to main memory and down again.
         nodes = Topology(
             2,
@@ -300,7 +300,7 @@ def test_a_profile_s_fields_decide() -> None:
     assert bridged.group_bandwidth(8).value == 6 * GB
 
 
-def test_what_was_measured_is_not_taken_from_again() -> None:
+def test_measured_rates_are_not_reduced_by_the_topology() -> None:
     fit = LinkFit(latency_s=1e-5, busbw_bytes_per_s=20 * GB)
     timed = {Collective.ALL_REDUCE: fit}
     plain = gpus(2, 8, intra_bytes_per_s=24 * GB)
@@ -349,7 +349,7 @@ def test_a_hundred_thousand_nodes_share_as_four_do_and_as_fast() -> None:
     assert calls_of_many < 1.1 * calls
 
 
-def test_both_drawings_show_the_first_node_and_its_way_out() -> None:
+def test_both_drawings_show_the_first_node_and_its_uplink() -> None:
     cluster: ClusterProfile = gpus(2, 2, inter_bytes_per_s=100 * GB)
     text = cluster.topology.text()
     assert text.startswith("2 x 2 devices; the first node:\n")
@@ -372,7 +372,7 @@ def test_shares_compare_by_value() -> None:
     assert Topology(2, 8, node_bytes_per_s=400.0, cards=8).share(2, 8) == Share(50.0, Tier.INTER)
 
 
-def test_the_ends_of_a_row_of_ranks_talk_as_its_halves_do() -> None:
+def test_the_first_and_last_rank_share_links_like_neighbouring_halves() -> None:
     """Ranks 0 and 7 of one node: there is no second such pair, and no way out of the node."""
     node = Topology(1, 8, device_bytes_per_s=360e9, node_bytes_per_s=400e9, cards=8)
     assert node.share(2, 7) == node.share(2, 4)

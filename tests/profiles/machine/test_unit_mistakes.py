@@ -140,7 +140,7 @@ def test_a_likely_mixup_is_named_with_what_was_meant(
         'flop_rate = { float32 = "1 TFLOP/s" }\n[inter]\nlink = "ib-hdr-1x200"',
     ],
 )
-def test_what_is_possible_is_taken(text: str, tmp_path: Path) -> None:
+def test_plausible_numbers_are_accepted(text: str, tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(text, encoding="utf-8")
     load_cluster(tmp_path / "cluster.toml")
 
@@ -169,7 +169,7 @@ def test_a_number_with_its_source_is_not_questioned(tmp_path: Path) -> None:
         ('system = "dgx"\n[intra]\nbandwidth = "9 GB/s"', "system"),
     ],
 )
-def test_a_wrong_name_is_still_told_with_its_place(text: str, place: str, tmp_path: Path) -> None:
+def test_a_wrong_name_is_still_named_with_its_place(text: str, place: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
     with pytest.raises(InputError) as caught:

@@ -66,7 +66,7 @@ def looked_at(between: Forward, **options: tuple[str, str]) -> tuple[DeviceCross
 @pytest.mark.parametrize(
     "between", [named, after_the_weights, used_twice_there, with_helpers_made_there]
 )
-def test_activations_go_and_their_gradients_come_back(between: Forward) -> None:
+def test_activations_and_their_gradients_cross_devices(between: Forward) -> None:
     """The target, which starts where the batch does, goes to the loss; no gradient comes of it."""
     (only,) = looked_at(between)
     assert (only.source, only.target) == (FIRST, SECOND)
@@ -75,20 +75,20 @@ def test_activations_go_and_their_gradients_come_back(between: Forward) -> None:
     assert (only.copies, only.back_copies) == (2, 1)
 
 
-def test_each_way_is_counted_by_itself() -> None:
+def test_each_direction_is_counted_separately() -> None:
     there, back = looked_at(there_and_back)
     assert (there.source, there.target, there.bytes.per_sample) == (FIRST, SECOND, FLOAT * WIDE)
     assert (back.source, back.target, back.bytes.per_sample) == (SECOND, FIRST, FLOAT * OUT)
     assert there.back_copies == back.back_copies == 1
 
 
-def test_parts_on_the_processor_are_devices_too() -> None:
+def test_modules_on_the_cpu_count_as_a_device() -> None:
     (only,) = looked_at(after_the_weights, devices=("cpu", FIRST))
     assert (only.source, only.target) == ("cpu", FIRST)
     assert only.back_bytes == Affine(per_sample=FLOAT * WIDE)
 
 
-def test_a_module_in_one_place_copies_nothing() -> None:
+def test_a_module_on_one_device_copies_nothing() -> None:
     assert looked_at(after_the_weights, devices=(FIRST, FIRST)) == ()
 
 
@@ -107,13 +107,13 @@ class Chain(nn.Module):
         return x
 
 
-def test_equal_blocks_on_several_devices_are_all_looked_at() -> None:
+def test_equal_blocks_on_several_devices_are_all_captured() -> None:
     profile = capture(Chain(), torch.zeros(ROWS, WIDE))
     (only,) = profile.crossings[Numerics.AS_BUILT]
     assert only.bytes == Affine(per_sample=FLOAT * WIDE)
 
 
-def test_under_autocast_half_as_much_passes() -> None:
+def test_autocast_halves_the_bytes_across_devices() -> None:
     batch = torch.zeros(ROWS, IN), torch.zeros(ROWS, OUT)
     kinds = (Numerics.AS_BUILT, Numerics.BF16_AUTOCAST)
     profile = capture(Halves(named), batch, loss_fn=F.mse_loss, numerics=kinds)

@@ -79,7 +79,7 @@ class Overwriting(nn.Module):
         return out
 
 
-def test_what_is_changed_in_place_after_it_was_handed_on_is_marked() -> None:
+def test_a_value_changed_in_place_after_use_is_marked() -> None:
     flow = flow_of(Overwriting())
     assert [v.is_overwritten for call in flow.calls for v in call.values] == [True, False]
     # The sum comes after the last unit: the first one's value reaches the second only.

@@ -31,7 +31,7 @@ def run(number: int = 0, machine: Machine = HERE) -> TrainingRun:
     )
 
 
-def test_runs_are_found_again_oldest_first(tmp_path: Path) -> None:
+def test_saved_runs_are_read_oldest_first(tmp_path: Path) -> None:
     for number in (2, 0, 1):
         keep_run(run(number), folder=tmp_path)
     assert runs_on(HERE, folder=tmp_path) == (run(0), run(1), run(2))
@@ -67,19 +67,19 @@ def test_a_broken_file_is_noted_and_the_others_are_read(
     assert f"{broken} is not used" in caplog.text
 
 
-def test_equal_runs_of_writers_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+def test_equal_runs_of_concurrent_writers_are_all_saved(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: keep_run(run(), folder=tmp_path), range(24)))
     assert runs_on(HERE, folder=tmp_path) == (run(),) * 24
 
 
-def test_their_number_is_bounded(tmp_path: Path) -> None:
+def test_the_number_of_saved_runs_is_bounded(tmp_path: Path) -> None:
     for number in range(MOST_FILES + 5):
         keep_run(run(number % 60), folder=tmp_path)
     assert len(runs_on(HERE, folder=tmp_path)) == MOST_FILES
 
 
-def test_without_a_folder_there_are_none_and_one_that_cannot_be_is_noted(
+def test_a_missing_folder_has_no_runs_and_an_unwritable_one_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "none"

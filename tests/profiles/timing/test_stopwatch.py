@@ -126,7 +126,7 @@ def test_the_times_of_units_add_up_to_the_step_of_the_model() -> None:
     assert any(0.75 < ratio < 1.35 for ratio in ratios), ratios
 
 
-def test_nothing_is_left_behind() -> None:
+def test_timing_leaves_the_model_unchanged() -> None:
     model = TinyResNet(nn.BatchNorm2d)
     model.add_module("dropout", nn.Dropout(0.5))
     model.stem.eval()
@@ -163,7 +163,7 @@ def test_nothing_is_left_behind() -> None:
     assert all(torch.equal(*pair) for pair in zip(after, gradients, strict=True))
 
 
-def test_a_model_without_values_is_timed_all_the_same() -> None:
+def test_a_meta_model_is_timed() -> None:
     with torch.device("meta"):
         model, _ = gpt()
     _, times = timed(model, gpt()[1], loss)
@@ -250,7 +250,7 @@ class Stubborn(nn.Module):
         return out
 
 
-def test_what_cannot_be_run_by_itself_is_left_out_with_the_reason() -> None:
+def test_units_that_cannot_run_alone_are_left_out_with_the_reason() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Stubborn())
     _, times = timed(model, torch.randn(2, 4), None)
     model[1].file.close()
@@ -258,7 +258,7 @@ def test_what_cannot_be_run_by_itself_is_left_out_with_the_reason() -> None:
     assert "cannot pickle" in times.left_out["1"]
 
 
-def test_the_next_run_reads_what_this_one_found(
+def test_block_times_are_recalled_by_the_next_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

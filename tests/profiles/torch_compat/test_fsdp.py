@@ -48,7 +48,7 @@ def _unused_on_a_rank() -> list[float]:
 
 
 @pytest.mark.dist
-def test_what_a_rank_does_not_use_counts_as_zero(pool: Pool) -> None:
+def test_unused_parameters_of_a_rank_count_as_zero(pool: Pool) -> None:
     # d(sum of outputs)/dw = 1 on the rank that uses it, 0 on the other: the mean is 1/2.
     assert pool.run(_unused_on_a_rank, world_size=2) == [[0.5] * 4] * 2
 
@@ -112,5 +112,5 @@ def _watched() -> list[list[float]]:
 
 
 @pytest.mark.dist
-def test_reductions_are_watched_and_done_all_the_same(pool: Pool) -> None:
+def test_watched_reductions_are_still_done(pool: Pool) -> None:
     assert pool.run(_watched, world_size=2) == [[[1.0] * 4, [1.5]], [[2.0] * 4, [1.5]]]

@@ -38,7 +38,7 @@ def test_values_of_fake_tensors_are_refused() -> None:
                 look(torch.empty(()) if look is not torch.nonzero else torch.empty(3))
 
 
-def test_a_constant_may_be_looked_at_even_on_fake_tensors() -> None:
+def test_constants_may_be_read_under_fake_mode() -> None:
     with compat.fake_tensors():
         assert not torch.tensor(0.5) < 0.1
 
@@ -152,7 +152,7 @@ def _exchange() -> tuple[list[float], list[float], bytes]:
 
 
 @pytest.mark.dist
-def test_ranks_gather_scatter_and_meet_in_the_store(pool: Pool) -> None:
+def test_ranks_gather_scatter_and_synchronise_through_the_store(pool: Pool) -> None:
     first, second = pool.run(_exchange, world_size=2)
     assert first == ([0, 10, 1, 11], [100, 102], b"was here")  # 0+100, 1+101
     assert second == ([0, 10, 1, 11], [104, 106], b"was here")
@@ -178,7 +178,7 @@ def test_waits_of_a_group_are_bounded(pool: Pool) -> None:
     assert 0.9 < pool.run(_wait_in_vain, world_size=2, timeout_s=20)[0] < 5
 
 
-def test_a_second_line_sees_the_same_store_and_waits_by_itself() -> None:
+def test_a_second_connection_sees_the_same_store_and_waits_independently() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5))
     line = compat.second_line(store)
     line.set_timeout(timedelta(milliseconds=50))
@@ -189,7 +189,7 @@ def test_a_second_line_sees_the_same_store_and_waits_by_itself() -> None:
     assert store.timeout == timedelta(seconds=5)
 
 
-def test_what_is_put_in_place_of_a_call_runs_instead_of_hooks_and_forward() -> None:
+def test_a_substituted_call_replaces_hooks_and_forward() -> None:
     layer, ran = nn.Linear(2, 2), []
     layer.register_forward_pre_hook(lambda module, args: ran.append("hook"))
     own = compat.whole_call(layer)

@@ -116,7 +116,7 @@ def test_layers_and_their_own_norm_have_nothing_to_fuse() -> None:
     assert sum(forward) == 0
 
 
-def test_a_loss_in_one_kernel_makes_nothing_beside_its_gradient() -> None:
+def test_a_fused_loss_allocates_only_its_gradient() -> None:
     """Operation by operation an fp32 copy lies beside its log-softmax, and two fp32 gradients side
     by side in the backward; in place one fp32 copy, and a gradient in 16 bits."""
     logits = SHAPE.length * SHAPE.vocab
@@ -133,7 +133,7 @@ def parts(cost: UnitCost) -> list[Stretch]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_saves_more_than_there_is(name: str) -> None:
+def test_fusion_saves_no_more_than_is_moved(name: str) -> None:
     for unit in profile(name).units:
         for cost in unit.costs.values():
             for part in parts(cost):
@@ -222,7 +222,7 @@ def test_a_compiled_llama_moves_what_the_closed_form_says(field: str, times: int
     assert elementwise(same_llama(), field, times) == pytest.approx(expected, rel=0.2)
 
 
-def test_a_compiled_llama_keeps_what_the_closed_form_says() -> None:
+def test_a_compiled_llama_saves_what_the_closed_form_says() -> None:
     saved = [
         list(under_stack(model, COMPILED).blocks())[1].cost(Numerics.BF16).activation_bytes.at(1)
         for model in (same_llama(), transformer_profile(SHAPE, name="llama"))

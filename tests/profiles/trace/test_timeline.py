@@ -18,7 +18,7 @@ def test_a_window_has_the_highest_moment_above_its_beginning() -> None:
     assert line.highest() == 1030
 
 
-def test_windows_lie_in_each_other_and_the_highest_time_counts() -> None:
+def test_nested_windows_report_their_highest_moment() -> None:
     line = Timeline()
     line.open("outer")
     block = line.make(5)

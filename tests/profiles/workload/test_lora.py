@@ -43,7 +43,7 @@ def test_adamw_keeps_two_fp32_moments_of_adapters_alone() -> None:
     assert upkeep(optimizer_profile("adamw-8bit"), with_lora(MODEL).units).state_bytes > 0
 
 
-def test_a_frozen_product_has_one_product_back() -> None:
+def test_a_frozen_layer_has_one_product_in_backward() -> None:
     before = block().cost(Numerics.BF16)
     after = block(with_lora(MODEL, rank=RANK)).cost(Numerics.AS_BUILT)
     products, adapters = 2 * TOKENS * WEIGHTS, 2 * TOKENS * ADAPTERS
@@ -77,7 +77,7 @@ def test_a_base_in_four_bits() -> None:
     assert unpacked == 2 * H * 2 * FFN
 
 
-def test_what_it_takes() -> None:
+def test_lora_needs_known_layers_in_bf16() -> None:
     assert takes_lora(MODEL)
     assert takes_lora(with_lora(MODEL))
     assert not takes_lora(transformer())  # its layers are not known

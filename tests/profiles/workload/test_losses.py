@@ -54,14 +54,14 @@ def test_one_kernel_with_the_head_multiplies_once_more() -> None:
 
 
 @pytest.mark.parametrize("loss", list(Loss))
-def test_a_stack_that_changes_something_else_leaves_the_loss(loss: Loss) -> None:
+def test_other_stack_flags_leave_the_loss_unchanged(loss: Loss) -> None:
     once = under_stack(MODEL, stack(loss))
     more = stack(loss).model_copy(update={"name": "more", "cuda_graphs": 1.0})
     again = under_stack(once, more)
     assert [unit.costs for unit in again.units] == [unit.costs for unit in once.units]
 
 
-def test_a_loss_inside_a_block_is_left() -> None:
+def test_a_loss_inside_a_block_is_unchanged() -> None:
     units = MODEL.units[:-2]  # neither head nor loss
     model = MODEL.model_copy(update={"units": units})
     assert under_stack(model, stack(Loss.CHUNKED)).units == units

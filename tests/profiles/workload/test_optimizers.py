@@ -80,7 +80,7 @@ def _peak_of_a_step(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_step_holds_no_more_than_is_said_and_nearly_that(name: str) -> None:
+def test_peak_of_a_step_is_at_most_the_prediction_and_near_it(name: str) -> None:
     model, profile = _model()
     actual = _peak_of_a_step(model, _stepped(model, REAL[name]))
     said = upkeep(OPTIMIZERS[name], profile.units).loop_bytes
@@ -92,7 +92,7 @@ def test_a_step_holds_no_more_than_is_said_and_nearly_that(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "sgd-momentum", "adam", "adamw"])
-def test_a_foreach_step_holds_what_is_said_of_accelerators(name: str) -> None:
+def test_peak_of_a_foreach_step_is_that_predicted_for_accelerators(name: str) -> None:
     model, profile = _model()
     (optimizer,) = _stepped(model, REAL[name])
     optimizer.param_groups[0]["foreach"] = True
@@ -125,7 +125,7 @@ class _Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32)])
-def test_muon_multiplies_and_moves_what_is_said(shape: tuple[int, int]) -> None:
+def test_muon_flop_and_moved_bytes_equal_the_prediction(shape: tuple[int, int]) -> None:
     from engines.state.optimizer_footprint import optimizer_footprint
 
     layer = nn.Linear(shape[1], shape[0], bias=False)
@@ -151,7 +151,7 @@ def test_muon_multiplies_and_moves_what_is_said(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (512, 128)])
-def test_adafactor_moves_what_is_said(shape: tuple[int, int]) -> None:
+def test_adafactor_moved_bytes_equal_the_prediction(shape: tuple[int, int]) -> None:
     from engines.state.optimizer_footprint import optimizer_footprint
 
     layer = nn.Linear(shape[1], shape[0], bias=False)

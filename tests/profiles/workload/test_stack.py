@@ -49,7 +49,7 @@ def test_a_stack_is_applied_once() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(stacks()) - {"torch"}))
-def test_fused_kernels_never_move_or_keep_more(name: str) -> None:
+def test_fused_kernels_never_move_or_save_more(name: str) -> None:
     before, after = block(TORCH), block(stack_named(name))
     if stack_named(name).attention in (None, AttentionKernel.FLASH2, AttentionKernel.FLASH3):
         assert after.forward_moved_bytes.at(1) <= before.forward_moved_bytes.at(1)
@@ -77,7 +77,7 @@ def test_a_fused_block_moves_what_its_kernels_read_and_write() -> None:
     assert forward_moved_bytes.per_sample == pytest.approx(expected)
 
 
-def test_kernels_that_keep_scores_keep_them_and_do_the_whole_square() -> None:
+def test_kernels_that_save_scores_compute_the_full_square() -> None:
     call = AttentionCall(
         heads=16, kv_heads=16, queries=512, keys=512, width=64, value_width=64, is_causal=True,
         dropout=True,
