@@ -60,7 +60,7 @@ def _sent(text: str) -> tuple[Calls, Calls]:
         ("bucket_mib=100", {6: 1}),
     ],
 )
-def test_gradients_go_in_messages_of_the_size_that_is_named(
+def test_gradients_are_sent_in_buckets_of_the_predicted_size(
     setting: str, messages: dict[int, int], pool: Pool
 ) -> None:
     text = f"dp_replicate=2 microbatch_size={ROWS} {setting}"

@@ -21,19 +21,19 @@ def compared_ranks(request: pytest.FixtureRequest) -> list[Compared]:
     return [compared(subject, rank) for rank in (first, *others[-1:])]
 
 
-def test_the_messages_charged_are_those_sent(compared_ranks: list[Compared]) -> None:
+def test_predicted_messages_equal_those_sent(compared_ranks: list[Compared]) -> None:
     """Kind, bytes, number, and the group: how many ranks, and how far apart."""
     for rank in compared_ranks:
         assert rank.called.total() > 0
         assert rank.unexplained == (Counter(), Counter())
 
 
-def test_the_states_charged_are_those_held(compared_ranks: list[Compared]) -> None:
+def test_predicted_model_states_equal_those_allocated(compared_ranks: list[Compared]) -> None:
     for rank in compared_ranks:
         assert rank.states == rank.charged_states
 
 
-def test_the_activations_charged_are_those_kept(compared_ranks: list[Compared]) -> None:
+def test_predicted_activations_equal_those_saved(compared_ranks: list[Compared]) -> None:
     for rank in compared_ranks:
         if rank.activations is not None:
             wanted = pytest.approx(rank.activations, rel=ACTIVATIONS_WITHIN)

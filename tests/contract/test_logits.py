@@ -70,7 +70,7 @@ def test_forward_loss_and_backward_peak_as_captured(vocabulary: int, numerics: N
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_the_estimate_says_what_of_it_is_the_loss(vocabulary: int) -> None:
+def test_peak_of_the_loss_is_named_in_the_estimate(vocabulary: int) -> None:
     charged = prediction(Plan(microbatch_size=ROWS), _profile(vocabulary))
     logits = ROWS * TOKENS * vocabulary * 4
     assert charged.phase == "backward of the loss"

@@ -151,7 +151,7 @@ def measured(pool: Pool, profiles: dict[str, ModelProfile]) -> dict[tuple[str, s
 
 
 @pytest.mark.parametrize(("name", "text"), EACH)
-def test_model_states_are_exactly_as_charged(
+def test_predicted_model_states_equal_those_allocated(
     name: str,
     text: str,
     measured: dict[tuple[str, str], Found],
@@ -165,7 +165,7 @@ def test_model_states_are_exactly_as_charged(
 
 
 @pytest.mark.parametrize(("name", "text"), EACH)
-def test_a_step_stays_under_the_upper_end_and_near_the_prediction(
+def test_peak_of_a_step_is_near_the_prediction_and_below_its_upper_end(
     name: str,
     text: str,
     measured: dict[tuple[str, str], Found],
@@ -178,7 +178,7 @@ def test_a_step_stays_under_the_upper_end_and_near_the_prediction(
 
 
 @pytest.mark.parametrize(("name", "text"), EACH)
-def test_nothing_is_left_behind_by_a_step(
+def test_a_step_leaks_no_tensors(
     name: str, text: str, measured: dict[tuple[str, str], Found]
 ) -> None:
     assert measured[name, text].left == 0

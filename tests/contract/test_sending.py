@@ -97,7 +97,7 @@ def _charged(words: str, profile: ModelProfile) -> Estimate:
     return estimate(plan, facts_of(plan, profile, nodes=NODES))
 
 
-def test_the_bytes_charged_are_the_bytes_sent(pool: Pool) -> None:
+def test_predicted_bytes_equal_those_sent(pool: Pool) -> None:
     """Parts are of whole elements, so that ranks send a little more or less than an equal part; all
     together exactly what is charged."""
     profile = _profile()
@@ -129,7 +129,7 @@ def _aggregation_buffers() -> dict[str, int]:
     return results
 
 
-def test_the_buffers_charged_are_the_buffers_taken(pool: Pool) -> None:
+def test_predicted_buffers_equal_those_allocated(pool: Pool) -> None:
     """Of the rank that takes most."""
     ranks = pool.run(_aggregation_buffers, world_size=RANKS)
     for kind in Aggregation:

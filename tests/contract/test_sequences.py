@@ -35,7 +35,9 @@ def _profile() -> ModelProfile:
         "dp_replicate=2 cp=4 zero=1 accumulation=2",
     ],
 )
-def test_keys_that_pass_and_all_other_messages_are_charged_and_so_are_states(text: str) -> None:
+def test_predicted_messages_and_states_of_context_parallelism_equal_those_measured(
+    text: str,
+) -> None:
     plan = Plan.parse(f"{text} microbatch_size=2")
     sample = batch_of(2, tokens=TOKENS)
     profile = _profile()

@@ -90,7 +90,7 @@ def called(pool: Pool, profiles: dict[str, ModelProfile]) -> dict[tuple[str, str
 
 
 @pytest.mark.parametrize(("name", "text"), EACH)
-def test_the_collectives_charged_are_those_called(
+def test_predicted_collectives_equal_those_called(
     name: str,
     text: str,
     called: dict[tuple[str, str], list[Calls]],

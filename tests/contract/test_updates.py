@@ -43,7 +43,7 @@ def _sent(plan: str) -> tuple[int, int, bool]:
         "dp_replicate=1 servers=1 updates=asynchronous",
     ],
 )
-def test_what_is_sent_is_what_is_charged(pool: Pool, plan: str) -> None:
+def test_predicted_bytes_of_updates_equal_those_sent(pool: Pool, plan: str) -> None:
     parsed = Plan.parse(f"{plan} microbatch_size={8 // Plan.parse(plan).dp_replicate}")
     facts = Facts(
         model=profile_of(GPT, GPT.build()),

@@ -24,7 +24,7 @@ def tenth() -> dict[str, list[str]]:
     return actual
 
 
-def test_the_tenth_has_every_row_and_every_column() -> None:
+def test_the_sampled_tenth_has_every_row_and_every_column() -> None:
     cells = [(row, column) for row, columns in tenth().items() for column in columns]
     assert len(set(cells)) == len(cells) == 45
     assert {row for row, _ in cells} == set(ARCHITECTURES)
@@ -49,7 +49,7 @@ def test_a_model_trains_like_one_process_or_is_refused(ranks: Pool, row: str) ->
             assert cell.outcome is Outcome.TRAINED, cell
 
 
-def test_the_kept_matrix_is_whole_and_has_no_third_outcome() -> None:
+def test_the_saved_matrix_is_complete_and_every_cell_trains_or_is_refused() -> None:
     saved = Results.load(RESULTS)
     assert [(cell.architecture, cell.plan) for cell in saved.cells] == [
         (row, column) for row in ARCHITECTURES for column in PLANS

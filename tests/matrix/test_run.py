@@ -52,7 +52,7 @@ def lose(name: str, plan: Plan, profile: ModelProfile) -> Difference:
         (hang, Outcome.FAILED, "did not finish"),
     ],
 )
-def test_a_cell_that_goes_wrong_is_kept_as_such(
+def test_a_failed_cell_is_saved_as_failed(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, instead: object, outcome: Outcome, text: str
 ) -> None:
     monkeypatch.setattr(run, "difference", instead)
@@ -72,7 +72,7 @@ def test_a_refused_cell_needs_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (cell.rule, cell.settings) == ("world-size", "dp_shard=4")
 
 
-def test_errors_are_relative_to_what_has_a_size() -> None:
+def test_errors_are_relative_to_the_larger_gradients() -> None:
     wanted = {"large": torch.tensor([4.0, -2.0]), "rounding": torch.tensor([1e-8])}
     got = {"large": torch.tensor([4.0, -2.4]), "rounding": torch.tensor([-3e-8])}
     errors = relative_errors(got, wanted)
@@ -80,7 +80,7 @@ def test_errors_are_relative_to_what_has_a_size() -> None:
     assert errors["rounding"] == pytest.approx(4e-8 / 4e-3)  # a thousandth of the largest
 
 
-def test_a_run_goes_on_where_another_stopped(
+def test_an_interrupted_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[tuple[str, list[str]]] = []

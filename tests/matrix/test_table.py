@@ -43,7 +43,7 @@ def test_a_refused_cell_shows_the_number_of_its_reason() -> None:
     assert lines[-1].startswith("1 of 4 train (✓) with a loss and gradients within 3e-07")
 
 
-def test_the_readme_shows_the_kept_matrix() -> None:
+def test_the_readme_shows_the_saved_matrix() -> None:
     results = Results.load(RESULTS)
     if os.environ.get("REGEN_GOLDEN") == "1":
         write_readme(results)

@@ -39,13 +39,13 @@ def test_runs_of_low_reliability_take_no_part() -> None:
     assert fitted.flop_per_s == pytest.approx(TRUTH.flop_per_s, rel=1e-3)
 
 
-def test_what_runs_say_nothing_of_stays_at_its_prior() -> None:
+def test_constants_without_evidence_stay_at_their_prior() -> None:
     timed = [replace(one, memory_gib=None) for one in runs("f", TRUTH)]
     assert fit(MODEL, timed, PRIORS, READING).context_gib == pytest.approx(0.7)
     assert fit(MODEL, [], PRIORS, READING).flop_per_s == 2e14
 
 
-def test_a_prior_of_factor_one_holds_and_most_bounds() -> None:
+def test_a_prior_of_factor_one_fixes_a_constant_and_most_bounds_it() -> None:
     priors = {**PRIORS, "launch_s": Prior(prior=TRUTH.launch_s, factor=1.0, unit="s"),
               "flop_per_s": Prior(prior=6e13, factor=3.0, unit="FLOP/s", most=7e13)}  # fmt: skip
     fitted = fit(MODEL, runs("f", TRUTH), priors, READING)
@@ -76,7 +76,7 @@ def test_repeated_runs_are_one_setting_and_files_weigh_by_the_root_of_theirs() -
 
 
 @pytest.mark.slow
-def test_each_constant_of_the_scored_model_is_found_again() -> None:
+def test_each_constant_of_the_scored_model_is_recovered() -> None:
     """Predictions with one constant off by a fifth, fitted from its usual value, give it back."""
     constants = [name for name, prior in load().priors().items() if prior.is_fitted]
     model, exercised = replace(scored.remembering(), most_settings=40), []

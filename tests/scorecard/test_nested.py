@@ -42,7 +42,7 @@ def test_half_of_the_publishers_are_drawn_by_the_seed() -> None:
     assert nested.drawn(load(), seed=15) != DRAWN
 
 
-def test_it_says_which_files_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_missing_files_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = tmp_path / "nested.json"
     assert nested.main([], target) == 2
     said = capsys.readouterr().err
@@ -53,7 +53,7 @@ def test_it_says_which_files_it_needs(capsys: pytest.CaptureFixture[str], tmp_pa
     assert not target.exists()
 
 
-def test_a_file_that_was_in_view_is_refused(tmp_path: Path) -> None:
+def test_a_file_used_for_tuning_is_refused(tmp_path: Path) -> None:
     visible, away = tmp_path / "visible", tmp_path / "away"
     for folder in (visible, away):
         folder.mkdir()
@@ -71,7 +71,7 @@ def test_files_that_were_not_drawn_are_not_scored(tmp_path: Path) -> None:
     assert {run.file for run in actual} == {"bigscience_a100"}
 
 
-def test_it_is_scored_once_and_shown_first(
+def test_the_held_out_score_is_computed_once_and_shown_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, readme, away = tmp_path / "nested.json", tmp_path / "README.md", tmp_path / "away"

@@ -53,7 +53,7 @@ def test_regret_is_what_the_layout_predicted_as_best_takes_longer() -> None:
     assert choice([row("a", 1.0, 1.2, tp=1), row("b", 1.1, 1.0, tp=2)]) is None
 
 
-def test_failures_count_what_was_foretold() -> None:
+def test_failures_count_correct_predictions_of_oom() -> None:
     counts = failures(
         [
             row("a", None, 1.0, oom=True, fits=False),
@@ -89,7 +89,7 @@ def test_a_card_splits_by_stack_and_reliability_and_counts_rows_without_an_answe
     assert scores["no answer"] == {"no prediction: no device": 1}
 
 
-def test_marks_say_what_is_met() -> None:
+def test_marks_show_which_targets_are_met() -> None:
     lines = marks(card([row("a", 1.0, 1.07)])["all"])
     assert "time median 0.070 <= 0.08: met" in lines
     assert "memory median 0.070 <= 0.05: missed" in lines

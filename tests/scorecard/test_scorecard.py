@@ -57,7 +57,7 @@ def test_every_published_figure_is_what_the_code_gives() -> None:
 
 
 @pytest.mark.slow
-def test_what_was_fitted_without_publishers_is_what_a_fit_gives() -> None:
+def test_saved_fits_without_publishers_are_reproduced() -> None:
     """Of the publishers that leave the least to fit to."""
     rules, given = load(), runs()
     pairs = names_without(rules, given)
@@ -88,11 +88,11 @@ def test_every_file_of_runs_is_scored() -> None:
     assert there <= SAVED["files"].keys() | nested["files"].keys(), "run `make scorecard`"
 
 
-def test_the_readme_shows_the_kept_scorecard() -> None:
+def test_the_readme_shows_the_saved_scorecard() -> None:
     assert table.text(SAVED) in table.README.read_text(encoding="utf-8")
 
 
-def test_without_runs_it_says_what_it_needs(
+def test_missing_runs_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "FOLDER", tmp_path)

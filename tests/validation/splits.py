@@ -37,7 +37,7 @@ TIME_LIMIT_S = 400.0
 
 
 class Ground(Record):
-    """What one job measured before the sweep that is predicted from it.
+    """Bench and block times that a job measured before its sweep, to predict it.
 
     Attributes:
         cluster: its ranks, as benched.
