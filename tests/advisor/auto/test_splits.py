@@ -53,7 +53,7 @@ def test_ranges_hold_for_one_device_naive_stages_and_a_pipeline(report: Report) 
 
 
 def test_one_device_in_turn_and_as_a_pipeline_lie_in_their_ranges(priced_report: Report) -> None:
-    assert apart(priced_report.plans) == []
+    assert disjoint(priced_report.plans) == []
 
 
 def test_small_splits_cost_more(report: Report) -> None:
