@@ -130,10 +130,14 @@ def _close_connections(group: dist.ProcessGroup) -> None:
     size, rank = group.size(), group.rank()
     if size == 1 or "gloo" not in str(dist.get_backend_config(group)):
         return
-    with suppress(RuntimeError):
-        message = dist.irecv(torch.empty(1), group=group, group_src=(rank + 1) % size, tag=_NO_TAG)
-        if message is not None:
-            message.wait(timedelta(milliseconds=1))
+    for distance in range(1, size):
+        other = (rank + distance) % size
+        with suppress(RuntimeError):  # its connection is closed already: the next one
+            message = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_NO_TAG)
+            if message is not None:
+                with suppress(RuntimeError):
+                    message.wait(timedelta(milliseconds=1))
+            return
 
 
 _NO_TAG = 2**15 + 77

@@ -3,8 +3,8 @@
 A collective waits as long as its group's timeout, ten minutes by default, since a rank may have
 good reasons to be late: it evaluates, or writes a file. A rank that is stopped has none. Each rank
 counts up a key of the rendezvous store from a thread, and watches the next rank's. Where that
-stands still, the rank publishes it as the job's failure and closes its connections, so that all
-ranks raise.
+stands still, the rank publishes it as the job's failure; ranks that read of a failure close their
+connections, so that all raise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 
 import torch.distributed as dist
 
-from engines.runtime.failures import close_all_connections, publish_failure
+from engines.runtime.failures import close_all_connections, first_failure, publish_failure
 from profiles.torch_compat import store_for_thread
 
 EVERY_S = 2.0
@@ -65,6 +65,9 @@ class Heartbeat:
             elif seen != _LEFT and time.monotonic() - since > SILENT_S:
                 publish_failure(f"{problem} (for {SILENT_S:.0f} s)", self._store)
                 close_all_connections()
+                return
+            if first_failure(self._store):
+                close_all_connections()  # this rank may wait for one that will never come
                 return
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{_ALIVE}{self._rank}", _LEFT)
