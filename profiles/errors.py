@@ -21,6 +21,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+LONGEST_NAME = 200
+"""Characters of a name that are shown, and of one that is compared with those that exist."""
+
 
 class AdvisorError(Exception):
     """Base of all deliberate errors.
@@ -73,7 +76,8 @@ class UnknownNameError(InputError):
             first = "did you mean " + " or ".join(f"`{candidate}`" for candidate in near) + "?"
         else:
             first = f"known: {', '.join(self.known)}"
-        super().__init__(f"unknown {kind} `{name}`", where=where, hints=[first, *hints])
+        shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+        super().__init__(f"unknown {kind} `{shown}`", where=where, hints=[first, *hints])
 
 
 class FileError(InputError):
@@ -112,6 +116,8 @@ def near_misses(name: str, known: Iterable[str], *, limit: int = 2) -> list[str]
     >>> near_misses("dp_shrad", ["dp_shard", "dp_replicate", "tp"])
     ['dp_shard']
     """
+    if len(name) > LONGEST_NAME:
+        return []
     by_lower = {candidate.lower(): candidate for candidate in known}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.6)
     return [by_lower[match] for match in matches]

@@ -30,6 +30,7 @@ from profiles.errors import InputError, RankError, UnknownNameError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe
 from profiles.provenance import Timing
+from profiles.record import json_object
 from profiles.torch_compat import default_store
 
 STEPS = 10
@@ -216,7 +217,7 @@ def _measured(case: SweepCase, subject: MeasuredModel) -> Point:
     if is_alone and subject.world.rank > 0:
         while not (text := subject.words.heard()):  # a message per step
             pass
-        return Point.model_validate_json(text)
+        return Point.build(json_object(text), where="rank 0")
     decision = parallel.decision
     assert isinstance(decision, Decision)
     if subject.world.rank == 0:

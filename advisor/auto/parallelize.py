@@ -44,6 +44,7 @@ from profiles.errors import AdvisorError, InputError, RankError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import resolve_cluster
 from profiles.machine.probe import probe
+from profiles.record import json_object
 from profiles.torch_compat import default_store
 from profiles.workload.stack import Stack
 
@@ -437,7 +438,7 @@ def _from_rank_zero(
         first, *rest = text.splitlines()
         raise InputError(f"rank 0 found no plan: {first}", where="\n".join(rest) or None)
     known, _, decided = text.partition("\n")
-    return Decision.from_json(decided), Proofs.model_validate_json(known)
+    return Decision.from_json(decided), Proofs.build(json_object(known), where="rank 0")
 
 
 def _policy(objective: str, allow_lossy: bool, allow_stale: bool) -> Policy:

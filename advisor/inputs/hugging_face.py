@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from advisor.inputs.console import say
 from advisor.inputs.user_code import RETURN
 from profiles.errors import FileError, InputError, ModelError, UnknownNameError, near_misses
 from profiles.model.profile import ModelProfile, Numerics
-from profiles.record import read_text
+from profiles.record import json_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -218,26 +217,12 @@ def read_config(path: Path) -> dict[str, object]:
     Raises:
         FileError: it cannot be read, or is something else.
     """
-    content = read_object(path)
+    content = json_file(path)
     if "model_type" not in content:
         raise FileError(
             "neither a model profile (`units`) nor a Hugging Face config (`model_type`)",
             where=str(path),
             hints=["`advise profile MODEL -o model.json` writes a profile"],
-        )
-    return content
-
-
-def read_object(path: Path) -> dict[str, object]:
-    """A JSON object; `FileError` with the place where it is broken."""
-    try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        place = f"{path}, line {error.lineno}, column {error.colno}"
-        raise FileError(f"not JSON: {error.msg}", where=place) from None
-    if not isinstance(content, dict):
-        raise FileError(
-            f"a JSON object is wanted, this is a {type(content).__name__}", where=str(path)
         )
     return content
 

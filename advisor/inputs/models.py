@@ -26,6 +26,7 @@ from advisor.inputs.networks import build_network, is_network, network_profile
 from advisor.inputs.user_code import RETURN
 from profiles.errors import InputError, ModelError, UnknownNameError
 from profiles.model.profile import ModelProfile, Numerics
+from profiles.record import json_file
 from profiles.workload.under_stack import is_for_accelerators
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def profile_model(
             `load_model`.
     """
     path = _json_path(text)
-    if path is not None and "units" in hugging_face.read_object(path):
+    if path is not None and "units" in json_file(path):
         try:
             profile = ModelProfile.load(path)
         except InputError as error:
@@ -238,7 +239,7 @@ def require_model(text: str) -> None:
     """
     path = _json_path(text)
     if path is not None:
-        hugging_face.read_object(path)
+        json_file(path)
     elif ":" in text:
         _factory_name(text)
     elif not is_network(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,6 +11,8 @@ from typing import Literal
 
 from advisor.predict.setup import Refusal
 from profiles.errors import FileError, InputError
+from profiles.record import read_text
+from profiles.units import MIB
 
 # Measured columns, and columns derived from them: reading these would invalidate a prediction.
 MEASURED_COLUMNS = frozenset(
@@ -89,6 +92,7 @@ class TableRow:
     framework: str | None = None
 
 
+MOST_TABLE_BYTES, MOST_ROWS = 16 * MIB, 100_000
 # Upper bound of any number in a row: larger ones are typing errors and slow to factorize.
 MOST = 10**9
 _LIMITS = {"n_gpus": 10**6, "gpus_per_node": 1024, "n_layers": 10**5, "global_batch": 10**8}
@@ -101,15 +105,21 @@ def read_rows(path: str | os.PathLike[str]) -> list[TableRow | Refusal]:
     Raises:
         FileError: the file is missing, is not CSV, or lacks `row_id`.
     """
+    text = read_text(path, most=MOST_TABLE_BYTES, encoding="utf-8-sig")
+    reader = csv.DictReader(io.StringIO(text))
+    rows = []
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            table, names = list(reader), reader.fieldnames or ()
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        if "row_id" not in (reader.fieldnames or ()):
+            raise FileError(
+                "no column `row_id`", where=str(path), hints=["name the columns in line 1"]
+            )
+        for number, cells in enumerate(reader, 1):
+            if number > MOST_ROWS:
+                raise FileError(f"more than {MOST_ROWS:,} rows, the most allowed", where=str(path))
+            rows.append(_row_or_reason(cells, number))
+    except csv.Error as error:
         raise FileError(f"cannot read {path}: {error}", where=str(path)) from None
-    if "row_id" not in names:
-        raise FileError("no column `row_id`", where=str(path), hints=["name the columns in line 1"])
-    return [_row_or_reason(cells, number) for number, cells in enumerate(table, 1)]
+    return rows
 
 
 def _row_or_reason(cells: Mapping[str, str | None], number: int) -> TableRow | Refusal:

@@ -6,13 +6,13 @@ Definitions are in glossary.toml; `glossary_numbers` gives a plan's value of eac
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from profiles.errors import InputError, UnknownNameError, near_misses
+from profiles.record import toml_table
 
 if TYPE_CHECKING:
     from advisor.decide.decision import Decision
@@ -99,7 +99,7 @@ def terms() -> tuple[GlossaryTerm, ...]:
     text = resources.files("advisor.report").joinpath("glossary.toml").read_text(encoding="utf-8")
     return tuple(
         GlossaryTerm(name, heading, entry["says"], tuple(entry.get("also", ())))
-        for heading, entries in tomllib.loads(text).items()
+        for heading, entries in toml_table(text, where="glossary.toml").items()
         for name, entry in entries.items()
     )
 

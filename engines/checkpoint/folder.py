@@ -28,6 +28,8 @@ from pathlib import Path
 
 from engines.checkpoint.manifest import FILE_NAME, MANIFEST, Manifest, file_of, read_manifest
 from profiles.errors import FileError
+from profiles.record import json_value, read_text
+from profiles.units import KIB
 
 LATEST, LOCK, PLANNED = "latest", "lock", "files.json"
 STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -63,9 +65,8 @@ def complete_saves(root: Path) -> list[Path]:
 
 def _pointer(root: Path) -> str:
     try:
-        with open(root / LATEST, encoding="utf-8") as file:
-            return file.read(64).strip()
-    except (OSError, UnicodeDecodeError):
+        return read_text(root / LATEST, most=KIB).strip()
+    except FileError:
         return ""
 
 
@@ -134,7 +135,7 @@ def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> None:
     for path in complete_saves(root)[max(1, keep_last) :]:
         if keep_every and step_of(path) % keep_every == 0:
             continue
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, FileError):
             # Renamed first: an interrupted deletion leaves nothing that looks complete.
             dying = root / f"{_DELETED}{path.name}-{secrets.token_hex(4)}"
             os.rename(path, dying)
@@ -150,7 +151,7 @@ def _clear(root: Path) -> None:
             if path.name.startswith(_DELETED):
                 _delete(path)
             elif path.name.startswith(_PARTIAL):
-                planned = json.loads((path / PLANNED).read_bytes())
+                planned = json_value(read_text(path / PLANNED))
                 files = [name for name in planned if FILE_NAME.fullmatch(name)]
                 _remove(path, [*files, MANIFEST, PLANNED])
 

@@ -7,7 +7,9 @@ nothing else, so that it cannot run code; tensors and values by torch's own rest
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import pickletools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from engines.checkpoint.manifest import SavedChunk, SavedTensor, file_of
 from engines.checkpoint.shard_file import overlap
 from engines.checkpoint.values import dtype_of
 from profiles.errors import FileError
+from profiles.record import open_regular, read_bytes
 
 TABLE = ".metadata"
 _FILE = re.compile(r"__\d+_\d+\.distcp")
@@ -73,7 +76,7 @@ class LegacyReader:
         self._places: dict[str, Any] = {}
         groups: dict[int, dict[str, Any]] = {}
         try:
-            table = _Table(io.BytesIO((folder / TABLE).read_bytes())).load()
+            table = _Table(io.BytesIO(_pickle_of(folder / TABLE))).load()
             for index, place in table.storage_data.items():
                 self._places[_key(index.fqn, index.offset)] = place
             for name, item in table.state_dict_metadata.items():
@@ -95,6 +98,12 @@ class LegacyReader:
     def tensor(self, name: str) -> Tensor:
         """A whole tensor."""
         saved = self.tensors[name]
+        stored = sum(self._place(chunk.key)[-1] for chunk in saved.chunks)
+        needed = math.prod(saved.shape) * dtype_of(saved.dtype).itemsize
+        if needed > stored:
+            raise FileError(
+                f"`{name}` takes {needed:,} bytes, `{self._folder}` has {stored:,} of it"
+            )
         whole = torch.empty(saved.shape, dtype=dtype_of(saved.dtype))
         self.read(name, whole, offsets=(0,) * len(saved.shape))
         return whole
@@ -113,17 +122,45 @@ class LegacyReader:
             raise FileError(f"`{self._folder}` has only a part of `{name}`")
 
     def _stored(self, key: str) -> Any:
-        place = self._places[key]
-        if not _FILE.fullmatch(place.relative_path):
-            raise FileError(f"`{place.relative_path}` is no file of a checkpoint")
+        path, offset, length = self._place(key)
         try:
-            with open(self._folder / place.relative_path, "rb") as file:
-                file.seek(place.offset)
-                content = io.BytesIO(file.read(place.length))
+            with open_regular(path) as file:
+                file.seek(offset)
+                content = io.BytesIO(file.read(length))
             return torch.load(content, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            line = str(error).splitlines()[0]
-            raise FileError(f"cannot read `{self._folder / place.relative_path}`: {line}") from None
+            line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise FileError(f"cannot read `{path}`: {line}") from None
+
+    def _place(self, key: str) -> tuple[Path, int, int]:
+        """File, offset and bytes of a value: no more than the file has."""
+        place = self._places.get(key)
+        name, offset, length = (
+            getattr(place, field, None) for field in ("relative_path", "offset", "length")
+        )
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise FileError(f"`{name}` is no file of a checkpoint")
+        path = self._folder / name
+        if not (isinstance(offset, int) and isinstance(length, int) and 0 <= offset < 2**63):
+            raise FileError(f"cannot read `{path}`: `{key}` has no place in it")
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise FileError(f"cannot read `{path}`: {error.strerror}") from None
+        return path, offset, max(0, min(length, size))
+
+
+def _pickle_of(path: Path) -> bytes:
+    """The table, without claims that would make the unpickler take memory for what is not there.
+
+    A position in the memo is an index into an array, and a length is allocated before it is read.
+    """
+    content = read_bytes(path)
+    for opcode, argument, _ in pickletools.genops(content):  # checks lengths
+        is_position = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT")
+        if is_position and int(argument or 0) > len(content):
+            raise FileError(f"`{path}` names entry {argument} of fewer")
+    return content
 
 
 def _tensor(name: str, item: Any) -> SavedTensor:

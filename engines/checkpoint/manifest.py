@@ -6,15 +6,23 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, model_validator
 
-from profiles.errors import FileError
-from profiles.record import Record
+from profiles.errors import FileError, InputError
+from profiles.record import Limits, Record, json_object, read_bytes
+from profiles.units import GIB, KIB
 
 MANIFEST = "manifest.json"
-FILE_NAME = re.compile(r"rank-\d{5}\.safetensors")
+MOST_BYTES = GIB
+"""Of a manifest: a million chunks, as 1000 ranks have of 1000 tensors, take an eighth of it."""
+LIMITS = Limits(values=2**26, depth=200, digits=4300, characters=MOST_BYTES, has_controls=True)
+"""States are data of the job: long texts, all digits that Python writes, and three levels of JSON
+for one level of a dict with keys that are no text (see `engines.checkpoint.values.MOST_DEPTH`)."""
+FILE_NAME = re.compile(r"rank-[0-9]{5}\.safetensors")
+FileName = Annotated[str, Field(pattern=f"^{FILE_NAME.pattern}$")]
+"""Anchored: nothing outside the folder is read, or deleted with an old save."""
 
 
 def file_of(rank: int) -> str:
@@ -32,9 +40,9 @@ class SavedFile(Record):
 class SavedChunk(Record):
     """A box of a tensor: `sizes` elements at `offsets` in the whole, under `key` in `file`."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str = Field(pattern=FILE_NAME.pattern)
+    offsets: tuple[NonNegativeInt, ...]
+    sizes: tuple[NonNegativeInt, ...]
+    file: FileName
     key: str
 
 
@@ -42,8 +50,16 @@ class SavedTensor(Record):
     """A whole tensor and the chunks that make it up."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     chunks: tuple[SavedChunk, ...]
+
+    @model_validator(mode="after")
+    def _chunks_have_its_dimensions(self) -> Self:
+        dimensions = len(self.shape)
+        for chunk in self.chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == dimensions:
+                raise FileError(f"a chunk of a tensor of {dimensions} dimensions has others")
+        return self
 
 
 class Manifest(Record):
@@ -65,14 +81,23 @@ class Manifest(Record):
     plan: str
     world_size: int = Field(ge=1)
     versions: dict[str, str]
-    files: dict[str, SavedFile]
+    files: dict[FileName, SavedFile]
     tensors: dict[str, SavedTensor]
     values: dict[str, Any]
     ranks: list[dict[str, Any]]
 
     def to_bytes(self) -> bytes:
-        """JSON with the SHA-256 of its own content in the first line."""
+        """JSON with the SHA-256 of its own content in the first line.
+
+        Raises:
+            FileError: larger than what can be read again.
+        """
         content = json.dumps(self.model_dump(mode="json"), ensure_ascii=False).encode()
+        if len(content) > MOST_BYTES - KIB:
+            raise FileError(
+                f"the manifest has {len(content):,} bytes, {MOST_BYTES:,} are allowed",
+                hints=["keep what is large in tensors: their values are not in the manifest"],
+            )
         return f'{{"sha256": "{hashlib.sha256(content).hexdigest()}", "manifest":\n'.encode() + (
             content + b"\n}\n"
         )
@@ -85,10 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
         FileError: missing, cut off, or altered.
     """
     path = folder / MANIFEST
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise FileError(f"cannot read `{path}`: {error.strerror}") from None
+    content = read_bytes(path, most=MOST_BYTES)
     first, _, rest = content.partition(b"\n")
     body = rest.removesuffix(b"\n}\n")
     digest = hashlib.sha256(body).hexdigest()
@@ -98,12 +120,15 @@ def read_manifest(folder: Path) -> Manifest:
             hints=["load another step of this folder: `parallel.load(folder, step=...)`"],
         )
     try:
-        data = json.loads(body)
-    except (ValueError, RecursionError):
-        raise FileError(f"`{path}` is not JSON") from None
-    if isinstance(data, dict) and data.get("format") != 1:
+        data = json_object(body.decode(), where=str(path), limits=LIMITS)
+    except UnicodeDecodeError:
+        raise FileError(f"`{path}` is not UTF-8 text") from None
+    if data.get("format") != 1:
         raise FileError(
-            f"`{path}` has format {data.get('format')!r}, this release reads 1",
+            f"`{path}` has format {str(data.get('format'))[:20]!r}, this release reads 1",
             hints=["load it with the release that wrote it, or a newer one"],
         )
-    return Manifest.build(data, where=str(path))
+    try:
+        return Manifest.build(data)
+    except InputError as error:
+        raise FileError(f"`{path}` is damaged: {error.what}", where=error.where) from None

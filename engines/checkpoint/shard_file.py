@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engines.checkpoint.manifest import Manifest, SavedChunk, SavedFile
+from engines.checkpoint.manifest import Manifest, SavedChunk, SavedFile, SavedTensor
 from engines.checkpoint.values import dtype_of
 from profiles.errors import FileError
+from profiles.record import open_regular
 from profiles.units import MIB
 
 _NAMES = {
@@ -92,12 +94,14 @@ def file_problem(path: Path, saved: SavedFile) -> str:
     """Read a file and compare it with the one that was saved: the first difference, else empty."""
     digest = hashlib.sha256()
     try:
-        size = path.stat().st_size
-        if size != saved.bytes:
-            return f"`{path.name}` has {size:,} bytes, {saved.bytes:,} were saved"
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != saved.bytes:
+                return f"`{path.name}` has {size:,} bytes, {saved.bytes:,} were saved"
             while part := file.read(_READ_BYTES):
                 digest.update(part)
+    except FileError as error:
+        return error.what
     except OSError as error:
         return f"`{path.name}` cannot be read: {error.strerror}"
     same = digest.hexdigest() == saved.sha256
@@ -120,9 +124,23 @@ class ShardReader:
         if name not in self._tensors:
             raise FileError(f"`{self._folder}` has no tensor `{name}`")
         saved = self._tensors[name]
+        self._require_stored(name, saved)
         whole = torch.empty(saved.shape, dtype=dtype_of(saved.dtype))
         self.read(name, whole, offsets=(0,) * len(saved.shape))
         return whole
+
+    def _require_stored(self, name: str, saved: SavedTensor) -> None:
+        """Refuse a shape that the files have no room for, before memory is taken for it."""
+        needed = math.prod(saved.shape) * dtype_of(saved.dtype).itemsize
+        paths = {self._folder / chunk.file for chunk in saved.chunks}
+        try:
+            stored = sum(path.stat().st_size for path in paths)
+        except OSError as error:
+            raise FileError(f"cannot read `{self._folder}`: {error}") from None
+        if needed > stored:
+            raise FileError(
+                f"`{name}` takes {needed:,} bytes, its files in `{self._folder}` have {stored:,}"
+            )
 
     @torch.no_grad()
     def read(self, name: str, target: Tensor, *, offsets: Sequence[int]) -> None:
@@ -137,6 +155,11 @@ class ShardReader:
             if box is not None:
                 inside, into = box
                 part = self._slice(chunk, inside, complex_=target.is_complex())
+                if part.shape != target[into].shape:
+                    raise FileError(
+                        f"`{chunk.key}` in `{self._folder / chunk.file}` has another shape than"
+                        " its manifest says"
+                    )
                 target[into].copy_(part)
                 count += part.numel()
         if count != target.numel():
@@ -147,16 +170,17 @@ class ShardReader:
     def _slice(self, chunk: SavedChunk, inside: tuple[slice, ...], *, complex_: bool) -> Tensor:
         try:
             if chunk.file not in self._open:
-                path = str(self._folder / chunk.file)
-                self._open[chunk.file] = safe_open(path, framework="pt", device="cpu")
+                path = self._folder / chunk.file
+                open_regular(path).close()  # safetensors would wait for a FIFO's writer
+                self._open[chunk.file] = safe_open(str(path), framework="pt", device="cpu")
             file = self._open[chunk.file]
             whole = not inside  # a number: it has no dimension to slice
             part: Tensor = (
                 file.get_tensor(chunk.key) if whole else file.get_slice(chunk.key)[inside]
             )
-        except (OSError, SafetensorError) as error:
+            return torch.view_as_complex(part) if complex_ else part
+        except (OSError, SafetensorError, RuntimeError, IndexError) as error:
             raise FileError(f"cannot read `{self._folder / chunk.file}`: {error}") from None
-        return torch.view_as_complex(part) if complex_ else part
 
 
 Slices = tuple[slice, ...]

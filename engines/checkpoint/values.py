@@ -20,16 +20,24 @@ from profiles.errors import FileError, InputError
 
 State = dict[str, Any]
 
+MOST_DEPTH = 64
+"""Containers inside one another, so that reading stays far from Python's recursion limit."""
 
-def encode(value: object, name: str, tensors: dict[str, Tensor]) -> Any:
+
+def encode(value: object, name: str, tensors: dict[str, Tensor], *, depth: int = 0) -> Any:
     """`value` as JSON; its tensors and arrays go into `tensors`, named after their place in it.
 
+    Args:
+        depth: containers that `value` is inside of.
+
     Raises:
-        InputError: a value of another type, with its place.
+        InputError: a value of another type, with its place; or nested too deep.
     """
+    if depth > MOST_DEPTH:
+        raise InputError(f"`{name[:80]}...` is nested more than {MOST_DEPTH} deep")
 
     def inner(item: object, key: object) -> Any:
-        return encode(item, f"{name}.{key}", tensors)
+        return encode(item, f"{name}.{key}", tensors, depth=depth + 1)
 
     def pairs(mapping: Mapping[Any, object]) -> list[Any]:
         return [[inner(k, f"key{n}"), inner(v, k)] for n, (k, v) in enumerate(mapping.items())]
@@ -41,7 +49,7 @@ def encode(value: object, name: str, tensors: dict[str, Tensor]) -> Any:
         case None | bool() | str():
             return value
         case np.bool_() | np.number():
-            return encode(value.item(), name, tensors)
+            return encode(value.item(), name, tensors, depth=depth)
         case int():
             return int(value)
         case float():

@@ -27,7 +27,7 @@ from engines.plan.settings import (
     format_setting,
 )
 from profiles.errors import FileError, PlanError, UnknownNameError
-from profiles.record import Document, read_text
+from profiles.record import Document, json_file
 
 
 class Plan(Document):
@@ -238,18 +238,14 @@ class Plan(Document):
         return json.dumps({**data, "hash": self.fingerprint}, indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, *, where: str | None = None) -> Self:
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError:
-            data = None
-        if not isinstance(data, dict):
-            return super().from_json(text, where=where)
-        stated = data.pop("hash", None)
-        plan = super().from_json(json.dumps(data), where=where)
+    def from_object(cls, data: dict[str, Any], *, where: str | None = None) -> Self:
+        stated = data.get("hash")
+        content = {name: value for name, value in data.items() if name != "hash"}
+        plan = super().from_object(content, where=where)
         if stated is not None and stated != plan.fingerprint:
             raise FileError(
-                f"the plan was changed by hand: hash {stated}, content {plan.fingerprint}",
+                f"the plan was changed by hand: hash {str(stated)[:32]}, content"
+                f" {plan.fingerprint}",
                 where=where,
                 hints=["delete the `hash` line if the change is meant"],
             )
@@ -262,14 +258,11 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         FileError: the file is missing, broken, or holds neither.
     """
-    text = read_text(path)
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
-        data = None
-    if isinstance(data, dict) and isinstance(data.get("plan"), dict):
-        return Plan.from_json(json.dumps(data["plan"]), where=f"{path}: plan")
-    return Plan.from_json(text, where=str(path))
+    data = json_file(path)
+    inner = data.get("plan")
+    if isinstance(inner, dict):
+        return Plan.from_object(inner, where=f"{path}: plan")
+    return Plan.from_object(data, where=str(path))
 
 
 _ADDED = AFTER_DEGREES[AFTER_DEGREES.index("aggregation") :]

@@ -3,7 +3,6 @@ safetensors files that are read tensor by tensor."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor, nn
 
 from profiles.errors import FileError, InputError
+from profiles.record import json_file, open_regular
 
 Init: TypeAlias = Callable[[nn.Module], object]
 """Fills the parameters and buffers that its module holds itself, as `model.apply` calls it."""
@@ -99,16 +99,18 @@ def _inside(folder: Path) -> Path:
 
 
 def _index(path: Path) -> dict[str, Path]:
-    try:
-        files = json.loads(path.read_text())["weight_map"]
-        return {str(name): path.parent / str(file) for name, file in files.items()}
-    except OSError as error:
-        raise FileError(f"`{path}` cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    files = json_file(path).get("weight_map")
+    if not isinstance(files, dict) or not all(map(_is_beside, files.values())):
         raise FileError(
             f"`{path}` is no index of safetensors shards",
             hints=['it holds {"weight_map": {name of a tensor: name of a file in its folder}}'],
-        ) from None
+        )
+    return {name: path.parent / file for name, file in files.items()}
+
+
+def _is_beside(file: object) -> bool:
+    """True for the name of a file in the index's own folder."""
+    return isinstance(file, str) and file == os.path.basename(file) and "\0" not in file
 
 
 def _opened(path: Path) -> _File:
@@ -119,10 +121,9 @@ def _opened(path: Path) -> _File:
             f"`{path}` is read with the package `safetensors`, which is not installed",
             hints=["pip install safetensors"],
         ) from None
+    open_regular(path).close()  # safetensors would wait for a FIFO's writer
     try:
         file: _File = safe_open(path, framework="pt", device="cpu")
-    except FileNotFoundError:
-        raise FileError(f"`{path}` does not exist") from None
     except (OSError, SafetensorError) as error:
         raise FileError(f"`{path}` cannot be read as safetensors: {error}") from None
     return file

@@ -33,12 +33,11 @@ of a file:
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from profiles.errors import FileError, InputError, UnknownNameError
+from profiles.errors import InputError, UnknownNameError
 from profiles.machine import catalogue
 from profiles.machine.cluster import (
     AxisFits,
@@ -52,7 +51,7 @@ from profiles.machine.cluster_text import to_toml
 from profiles.machine.mixed_nodes import slowest_of
 from profiles.machine.unit_mistakes import require_likely
 from profiles.provenance import Quantity, Source
-from profiles.record import read_text
+from profiles.record import read_text, toml_table
 from profiles.units import parse_bytes
 
 __all__ = [
@@ -116,10 +115,7 @@ def load_cluster(path: str | os.PathLike[str]) -> ClusterProfile:
             value that is missing; `where` is the file and the path of the key.
     """
     where = str(path)
-    try:
-        data = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise FileError(f"not TOML: {error}", where=where) from None
+    data = toml_table(read_text(path), where=where)
     cluster = _read(ClusterTable.build(data, where=where), where)
     require_likely(data, where=where)
     return cluster

@@ -8,8 +8,10 @@ defines, so both are as in `profiles.machine.cluster.Collective`.
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from profiles.machine.clusters import cluster_from_name
 from profiles.machine.link_fit import fit
 from profiles.provenance import Quantity, Source
 from profiles.record import read_text
+from profiles.units import MIB
 
 PROGRAMS = {
     "all_reduce_perf": Collective.ALL_REDUCE,
@@ -42,6 +45,8 @@ _ROW = re.compile(r"\s*\d+\s+\d+\s+\D")  # size, count, type
 # Rates are printed with two decimals, times with three digits or more: a row's own numbers agree
 # within the rounding of both.
 _LAST_DIGIT, _TIME_ERROR = 0.005e9, 0.01
+MOST_LOG_BYTES = 4 * MIB
+"""A run over 10,000 ranks prints a tenth of it."""
 _HOW = "write all of it to the file: `all_reduce_perf -b 1K -e 1G -f 4 > all_reduce_perf.log`"
 
 
@@ -83,7 +88,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
     Raises:
         FileError: not such an output, or one that is cut, or has wrong results; with the line.
     """
-    where, text = str(path), read_text(path)
+    where, text = str(path), read_text(path, most=MOST_LOG_BYTES)
     lines = [_MPI_TAG.sub("", line) for line in text.splitlines()]
     header = next((i for i, line in enumerate(lines) if _is_header(line)), None)
     if header is None:
@@ -202,7 +207,7 @@ def _ranks(lines: Sequence[str], where: str) -> tuple[tuple[str, ...], str]:
             hints=["run it without NCCL_TESTS_SPLIT"],
         )
     hosts, devices = [match["host"] for match in ranks], {match["device"] for match in ranks}
-    counts = {host: hosts.count(host) for host in hosts}
+    counts = Counter(hosts)
     if len(set(counts.values())) > 1 or len(devices) > 1:
         per_host = ", ".join(f"{host}: {count}" for host, count in counts.items())
         raise FileError(
@@ -232,9 +237,10 @@ def _timing(row: str, kind: Collective, ranks: int, sided: int, where: str) -> t
         size = int(words[0])
         microseconds, _, busbw = (float(word) for word in own[:3])
         seconds = microseconds / 1e6
-        if len(words) < 4 * sided + 3 or seconds <= 0:
+        is_finite = math.isfinite(size) and math.isfinite(seconds) and math.isfinite(busbw)
+        if len(words) < 4 * sided + 3 or not is_finite or seconds <= 0:
             raise ValueError
-    except ValueError:
+    except (ValueError, OverflowError):
         raise FileError(
             f"a row has size, count, type and then {sided} times the columns time, algbw, busbw and"
             f" #wrong; this one is {row.strip()!r}",

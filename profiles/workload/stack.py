@@ -8,7 +8,6 @@ beside what. Presets by name are in `profiles/workload/stacks.toml`, each flag w
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
 from importlib import resources
@@ -18,7 +17,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from profiles.errors import UnknownNameError
 from profiles.model.work import AttentionKernel, FusibleKind
-from profiles.record import Record
+from profiles.record import Record, toml_table
 
 
 class States(Record):
@@ -144,7 +143,7 @@ COMPILED = "torch-compiled"
 def stacks() -> Mapping[str, Stack]:
     """The presets of the catalogue by name, the default among them."""
     text = resources.files("profiles.workload").joinpath("stacks.toml").read_text("utf-8")
-    tables = tomllib.loads(text)
+    tables = toml_table(text, where="stacks.toml")
     known = {TORCH.name: TORCH}
     for name, table in tables.items():
         base = known[table.pop("extends")].model_dump() if "extends" in table else {}

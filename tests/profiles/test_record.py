@@ -111,7 +111,7 @@ def test_a_folder_that_takes_no_file_is_named(
     def refuse(**_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("profiles.record.tempfile.mkstemp", refuse)
+    monkeypatch.setattr("profiles.record.writing.tempfile.mkstemp", refuse)
     with pytest.raises(FileError, match="Permission denied"):
         write_text(tmp_path / "plan.json", "new")
 

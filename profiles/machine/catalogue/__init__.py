@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from profiles.errors import InputError, UnknownNameError
 from profiles.machine.cluster import Device, Link
 from profiles.provenance import Quantity, Source
-from profiles.record import Record
+from profiles.record import Record, toml_table
 from profiles.units import (
     parse_bandwidth,
     parse_bytes,
@@ -381,7 +380,7 @@ def _matmul_fraction(entry: AcceleratorEntry) -> Quantity:
 
 def _read(file: str, kind: type[Entry]) -> Mapping[str, Entry]:
     text = resources.files(__name__).joinpath(file).read_text(encoding="utf-8")
-    tables = tomllib.loads(text)
+    tables = toml_table(text, where=file)
     return MappingProxyType(
         {name: kind.build(table, where=f"{file}: {name}") for name, table in tables.items()}
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import tempfile
-from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from profiles.errors import FileError, InputError, UnknownNameError
+from profiles.record.parsing import json_object
+from profiles.record.reading import read_text
+from profiles.record.writing import write_text
+
+MOST_MISTAKES = 1000
+"""Beyond, mistakes are counted and not described: their descriptions take more than the file."""
+_MOST_SHOWN = 80
 
 
 class Record(BaseModel):
@@ -50,107 +54,43 @@ class Document(Record):
             FileError: `text` is not JSON, or of a schema version that this release cannot read.
             InputError: keys or values that the document does not have.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            place = f"{where or 'text'}, line {error.lineno}, column {error.colno}"
-            raise FileError(f"not JSON: {error.msg}", where=place) from None
-        if not isinstance(data, dict):
-            raise FileError(
-                f"a JSON object is wanted, this is a {type(data).__name__}", where=where
-            )
+        return cls.from_object(json_object(text, where=where), where=where)
+
+    @classmethod
+    def from_object(cls, data: dict[str, Any], *, where: str | None = None) -> Self:
+        """The document that the content of its file is; as `from_json`."""
         newest = int(cls.model_fields["schema_version"].default)
         version = data.get("schema_version", newest)
         if version != newest:
             raise FileError(
-                f"schema version {version} of {cls.__name__} is not readable here (this release"
-                f" reads {newest})",
+                f"schema version {_shortened(version)} of {cls.__name__} is not readable here (this"
+                f" release reads {newest})",
                 where=where,
                 hints=["write the file again with this release"],
             )
         return cls.build(data, where=where)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON file; an interrupted or refused write leaves the old file as it was."""
-        write_text(path, self.to_json())
+    def save(self, path: str | os.PathLike[str], *, is_private: bool = False) -> None:
+        """Write the JSON file; an interrupted or refused write leaves the old file as it was.
+
+        Args:
+            is_private: nobody else may read it.
+        """
+        write_text(path, self.to_json(), is_private=is_private)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file written by `save`."""
-        return cls.from_json(read_text(path), where=str(path))
+    def load(cls, path: str | os.PathLike[str], *, is_private: bool = False) -> Self:
+        """Read a file written by `save`.
 
-
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a file.
-
-    Raises:
-        FileError: missing, a folder, not readable, or not UTF-8.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"cannot read `{path}`: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise FileError(f"cannot read `{path}`: it is not UTF-8 text") from None
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """As `write_bytes`, in UTF-8."""
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write through a temporary file beside `path` and rename it into place.
-
-    Raises:
-        FileError: no space, no right, no such folder. The old file is untouched.
-    """
-    target = Path(path)
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except OSError as error:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-        raise _unwritable(target, error) from None
-
-
-def require_writable(path: str | os.PathLike[str]) -> None:
-    """Find out before long work, not after it, that `write_text` would be refused.
-
-    Raises:
-        FileError: no right, no such folder, or `path` is a folder.
-    """
-    target = Path(path)
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
-            pass
-    except OSError as error:
-        raise _unwritable(target, error) from None
-
-
-def _unwritable(target: Path, error: OSError) -> FileError:
-    note = "; the old file is as it was" if target.is_file() else ""
-    return FileError(
-        f"cannot write `{target}`: {error.strerror}{note}", hints=["name another place with `-o`"]
-    )
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+        Args:
+            is_private: it has to be this user's own, and writable by nobody else.
+        """
+        return cls.from_json(read_text(path, is_private=is_private), where=str(path))
 
 
 def _friendly(error: ValidationError, cls: type[BaseModel], where: str | None) -> InputError:
+    if error.error_count() > MOST_MISTAKES:
+        return InputError(f"{error.error_count():,} of its values cannot be used", where=where)
     # A misspelt key is also a missing one: the misspelling is the cause.
     details = error.errors()
     first = next((item for item in details if item["type"] == "extra_forbidden"), details[0])
@@ -166,11 +106,17 @@ def _friendly(error: ValidationError, cls: type[BaseModel], where: str | None) -
         cause.where = cause.where or place
         return cause
     value = first.get("input")
-    shown = f"`{key}` = {value!r}: " if isinstance(value, (str, int, float, bool)) else ""
+    is_shown = isinstance(value, (str, int, float, bool))
+    shown = f"`{key}` = {_shortened(value)}: " if is_shown else ""
     message = first["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
     if first["type"] == "greater_than":
         message = f"more than {first['ctx']['gt']} is wanted"
     return InputError(shown + message, where=place)
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _keys_at(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
