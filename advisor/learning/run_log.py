@@ -65,7 +65,7 @@ def with_anchor(facts: Facts, anchor: Anchor | None = None) -> Facts:
     return facts if known is None else anchored(facts, known)
 
 
-def _anchor_path(machine: Machine, kind: str, dtype: str) -> Path:
+def _anchor_path(machine: Machine, kind: str, dtype: str) -> Path | None:
     return cache_path("anchors", machine.model_dump(mode="json"), kind, dtype)
 
 

@@ -124,11 +124,11 @@ def _key(job: Job, cluster: ClusterProfile) -> BenchKey:
     )
 
 
-def _path(key: BenchKey, folder: Path | None) -> Path:
+def _path(key: BenchKey, folder: Path | None) -> Path | None:
     return cache.cache_path("bench", key.model_dump(mode="json"), folder=folder)
 
 
-def _read(path: Path, key: BenchKey) -> CachedBench | None:
+def _read(path: Path | None, key: BenchKey) -> CachedBench | None:
     cached = cache.recall(path, CachedBench)
     return cached if cached is not None and cached.key == key else None
 
