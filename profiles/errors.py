@@ -10,6 +10,7 @@
     |   `-- PlanError                 a plan is impossible here; carries the list of problems
     |       `-- PlanMismatchError     ranks hold different plans
     |-- RankError                     a rank did not answer in time                    exit code 2
+    |-- RankMismatchError             ranks that must have the same do not             exit code 2
     `-- NoPlanError                   the question was valid, nothing fits             exit code 1
 
 Catch broad (`AdvisorError`) or narrow. `str(error)` is the whole text: one line for what happened,
@@ -102,6 +103,10 @@ class PlanMismatchError(PlanError):
 
 class RankError(AdvisorError):
     """A rank did not answer within its time limit."""
+
+
+class RankMismatchError(AdvisorError):
+    """Ranks have different models, optimizers, software or batches, where one needs the same."""
 
 
 class NoPlanError(AdvisorError):

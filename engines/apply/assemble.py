@@ -5,24 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engines.apply.build import Build
+from engines.apply.topics import optimizer_topics
 from engines.data.noise_scale import NoiseMeter
 from engines.offload.pool import steps_offloaded
 from engines.offload.states import OffloadedStates
 from engines.optional.async_updates.build import build_exchange, served_parameters
 from engines.parallel import ParallelModel
+from engines.runtime.failures import all_ranks_succeed
+from engines.runtime.rank_agreement import require_agreement
 from engines.state.optimizer import build_optimizer
 
 
 def assemble(build: Build) -> ParallelModel:
     """The optimizer of what this rank holds, the exchange of updates, and the parallel model."""
     model, plan, world, training = build.model, build.plan, build.world, build.training
-    optimizer = build_optimizer(
-        training.optimizer,
-        model=model,
-        names_before=build.names,
-        layout=build.layout,
-        served=served_parameters(plan, model, world),
-    )
+    served = served_parameters(plan, model, world)
+    with all_ranks_succeed("building the optimizer", timeout_s=world.timeout_s):
+        optimizer = build_optimizer(
+            training.optimizer,
+            model=model,
+            names_before=build.names,
+            layout=build.layout,
+            served=served,
+        )
+    part = f"stage {build.mesh.pp.position}" if served is None else f"server {world.rank}"
+    require_agreement(optimizer_topics(optimizer, part=part), world)
     if build.pool is not None:
         if steps_offloaded(plan):
             OffloadedStates(optimizer, build.pool)
@@ -30,6 +37,9 @@ def assemble(build: Build) -> ParallelModel:
     exchange = build_exchange(
         plan, model, optimizer, outer=training.outer_optimizer, profile=build.profile, world=world
     )
+    if exchange is not None and exchange.outer is not None:
+        outer = optimizer_topics(exchange.outer, part="", noun="outer optimizer")
+        require_agreement(outer, world)
     parallel = ParallelModel(
         model,
         build.runner,

@@ -93,7 +93,10 @@ def apply_plan(
 
     Raises:
         PlanError: the plan is not possible for this model on these ranks.
-        PlanMismatchError, RankError: ranks disagree, or one is missing.
+        PlanMismatchError: ranks have different plans.
+        RankMismatchError: ranks have different software, models, losses, settings or optimizers;
+            names the first difference. The first batches are compared in the first step.
+        RankError: a rank is missing.
         ModelError: parameters without values (meta device, and no `weights`), or nothing to train.
     """
     training = Training(

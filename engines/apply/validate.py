@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engines.apply.build import Build
+from engines.apply.topics import topics_of
 from engines.blocks.compile import require_compilable
 from engines.data.noise_scale import require_measurable
 from engines.legality import require_legal
@@ -15,15 +16,23 @@ from engines.offload.pool import steps_offloaded
 from engines.optional.data_parallel import require_devices
 from engines.parallel import ParallelModel
 from engines.plan import DataParallel, Plan
+from engines.runtime.failures import all_ranks_succeed
+from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import require_same_plan
 from engines.state.optimizer_footprint import whole_because, why_not_chunked
 from profiles.errors import ModelError, PlanError
 
 
 def validate(build: Build) -> None:
-    """Refuse a plan that the ranks disagree on, or that this model, job or machine cannot run."""
+    """Refuse what the ranks disagree on, and a plan that this model, job or machine cannot run."""
+    require_same_plan(build.plan, build.world)
+    require_agreement(topics_of(build), build.world)
+    with all_ranks_succeed("checking the plan", timeout_s=build.world.timeout_s):
+        _require_possible(build)
+
+
+def _require_possible(build: Build) -> None:
     plan, world, training = build.plan, build.world, build.training
-    require_same_plan(plan, world)
     splits_parameters = plan.data_parallel.is_sharded or plan.tp * plan.ep > 1
     whole = whole_because(training.optimizer) if splits_parameters else ""
     require_legal(plan, build.profile, build.cluster, whole_because=whole)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from engines.data.batch_structure import batch_topic
 from engines.data.loader import split_rows_evenly
 from engines.plan import Plan
+from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import World, rank_error_context, sum_over_ranks
 from profiles.capture.batch import Batch, batch_size, batch_tensors, describe, map_batch, split_rows
 from profiles.errors import BatchError
@@ -47,6 +49,7 @@ class MicrobatchCutter:
         self._replica = replica
         self._require = require
         self._spare: Batch | None = None
+        self._is_compared = False
         self.total = 0.0
         """Rows of the latest global batch, or their `count`: its loss is the mean over them."""
         self.counted = 0.0
@@ -64,6 +67,7 @@ class MicrobatchCutter:
         Raises:
             BatchError: more rows than the microbatches hold, some that cannot be used, or others
                 than another rank of the same replica has; on every rank, if it is so on one.
+        RankMismatchError: the first batches of ranks differ in structure.
         """
         prints = [0.0] * (2 * self._plan.data_degree if self._is_shared else 0)
         try:
@@ -88,6 +92,9 @@ class MicrobatchCutter:
             )
         if not self._world.is_fake:  # whose others send nothing
             self._require_same(prints)
+        if not self._is_compared:
+            self._is_compared = True
+            require_agreement([batch_topic(batch)], self._world)
         replicas = self._plan.data_degree
         total *= replicas / self._world.size  # the ranks of a replica have the same
         self.total = total

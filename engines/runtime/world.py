@@ -6,7 +6,7 @@ Every wait here is bounded, and a wait that runs out names the rank that was mis
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -138,20 +138,40 @@ def require_same_plan(plan: Plan, world: World) -> None:
 def require_same(what: str, text: str, world: World) -> None:
     """Compare the ranks' `text`: a short name, then the content.
 
-    It goes through the rendezvous store, not through a collective, so that ranks which would run
-    different collectives raise instead of hanging.
-
     Raises:
         PlanMismatchError: names the ranks of each text.
         RankError: names the ranks that did not answer within `world.timeout_s`.
     """
+    texts = texts_of_ranks(what, text, world)
+    if len(set(texts)) > 1:
+        names = {rank: text.split()[0] for rank, text in enumerate(texts)}
+        raise PlanMismatchError(
+            f"ranks disagree on the {what}: {say_holders(names)}",
+            where="\n".join(
+                ": ".join(text.split(" ", maxsplit=1)) for text in dict.fromkeys(texts)
+            ),
+            hints=[
+                f"give every rank the same {what}: one plan.json on a shared path, or one string"
+            ],
+        )
+
+
+def texts_of_ranks(what: str, text: str, world: World) -> list[str]:
+    """Every rank's `text`, in rank order, on all ranks; all of them call it with the same `what`.
+
+    They go through the rendezvous store, not through a collective, so that ranks which would run
+    different collectives raise instead of hanging.
+
+    Raises:
+        RankError: names the ranks that did not answer within `world.timeout_s`.
+    """
     if world.size == 1:
-        return
+        return [text]
     store = default_store()
     generation = store.add(f"advisor/{what}/calls/{world.rank}", 1)
     key = f"advisor/{what}/{generation}/"
     store.set(f"{key}{world.rank}", text)
-    holders: dict[str, list[int]] = {}
+    texts: list[str] = []
     absent: list[int] = []
     for rank in range(world.size):
         # Once the wait for one rank timed out, the others have had the same time.
@@ -159,25 +179,25 @@ def require_same(what: str, text: str, world: World) -> None:
         if not wait_for_key(store, f"{key}{rank}", timeout_s=patience_s):
             absent.append(rank)
             continue
-        holders.setdefault(store.get(f"{key}{rank}").decode(), []).append(rank)
+        texts.append(store.get(f"{key}{rank}").decode())
     if absent:
         raise RankError(
             first_failure() or f"{_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
             where=f"rank {world.rank} of {world.size}, comparing the {what}",
             hints=["look at the output of the missing ranks: they failed earlier or never started"],
         )
-    if len(holders) > 1:
-        raise PlanMismatchError(
-            f"ranks disagree on the {what}: "
-            + ", ".join(
-                f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text.split()[0]}"
-                for text, ranks in holders.items()
-            ),
-            where="\n".join(": ".join(text.split(" ", maxsplit=1)) for text in holders),
-            hints=[
-                f"give every rank the same {what}: one plan.json on a shared path, or one string"
-            ],
-        )
+    return texts
+
+
+def say_holders(texts: Mapping[int, str]) -> str:
+    """Say which ranks have which text: "ranks 0-2 have (64, 32), rank 3 has (64, 16)"."""
+    holders: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        holders.setdefault(text, []).append(rank)
+    return ", ".join(
+        f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text}"
+        for text, ranks in holders.items()
+    )
 
 
 def sum_over_ranks(

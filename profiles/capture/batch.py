@@ -79,7 +79,7 @@ def batch_size(batch: Batch) -> int:
         BatchError: no tensor, or first dimensions that differ; names and shapes are in the text.
     """
     rows = {}
-    for name, value in _items(batch):
+    for name, value in batch_items(batch):
         if isinstance(value, Tensor):
             if value.ndim == 0:
                 raise BatchError(
@@ -139,7 +139,7 @@ def map_batch(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 def batch_tensors(batch: Batch) -> list[Tensor]:
     """The tensors of a batch, in order."""
-    return [value for _, value in _items(batch) if isinstance(value, Tensor)]
+    return [value for _, value in batch_items(batch) if isinstance(value, Tensor)]
 
 
 def describe(batch: Batch) -> str:
@@ -150,7 +150,7 @@ def describe(batch: Batch) -> str:
     'ids: int64 (2, 8)'
     """
     words = []
-    for name, value in _items(batch):
+    for name, value in batch_items(batch):
         kind = type(value).__name__
         if isinstance(value, Tensor):
             kind = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
@@ -158,7 +158,8 @@ def describe(batch: Batch) -> str:
     return ", ".join(words) or "empty"
 
 
-def _items(batch: Batch) -> list[tuple[str, object]]:
+def batch_items(batch: Batch) -> list[tuple[str, object]]:
+    """Names and values of a batch, in order; elements of a tuple are named by their number."""
     if isinstance(batch, Tensor):
         return [("input", batch)]
     if isinstance(batch, Mapping):
