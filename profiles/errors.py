@@ -11,6 +11,7 @@
     |       `-- PlanMismatchError     ranks hold different plans
     |-- RankError                     a rank did not answer in time                    exit code 2
     |-- RankMismatchError             ranks that must have the same do not             exit code 2
+    |-- NonFiniteError                a loss, gradient or parameter is nan or inf      exit code 2
     `-- NoPlanError                   the question was valid, nothing fits             exit code 1
 
 Catch broad (`AdvisorError`) or narrow. `str(error)` is the whole text: one line for what happened,
@@ -107,6 +108,10 @@ class RankError(AdvisorError):
 
 class RankMismatchError(AdvisorError):
     """Ranks have different models, optimizers, software or batches, where one needs the same."""
+
+
+class NonFiniteError(AdvisorError):
+    """A loss, a gradient or a parameter is nan or inf."""
 
 
 class NoPlanError(AdvisorError):

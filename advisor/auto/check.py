@@ -137,6 +137,7 @@ def _with_all_ranks(request: CheckRequest, machines: ClusterProfile, world: Worl
         global_batch_size=request.global_batch_size,
         precision=request.precision,
         weights=_fill if _is_on_meta(loaded.module) else None,
+        on_nonfinite="ignore",  # values that are made up may be of any size
         cluster=machines,
         learns=False,
         timeout_s=request.timeout_s,

@@ -180,6 +180,7 @@ def auto_parallelize(
     anchors: bool = False,
     seed: int = 0,
     measure_noise: bool = False,
+    on_nonfinite: str = "stop",
     timeout_s: float | None = None,
     offload_folder: str | PathLike[str] | None = None,
     stack: Stack | str | None = None,
@@ -219,6 +220,8 @@ def auto_parallelize(
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
         measure_noise: see `apply_plan`; `.noise_scale` is then the batch above which more samples
             are wasted.
+        on_nonfinite: "stop", "skip" or "ignore", for losses and gradients that are nan or inf; see
+            `apply_plan`.
         timeout_s: limit of every wait for another rank, by default ten minutes: for the job, for
             rank 0's decision, and in each exchange of a step. The error names missing ranks.
         offload_folder: see `apply_plan`. If given, offload to its files is considered when nothing
@@ -294,6 +297,7 @@ def auto_parallelize(
         world=world,
         seed=seed,
         measure_noise=measure_noise,
+        on_nonfinite=on_nonfinite,
         offload_folder=offload_folder,
         proofs=proofs,
     )

@@ -53,6 +53,7 @@ def assemble(build: Build) -> ParallelModel:
         loss_fn=build.loss_fn,
         count=training.count,
         max_grad_norm=training.max_grad_norm,
+        on_nonfinite=training.on_nonfinite,
         runs_autocast=build.is_mixed and not plan.data_parallel.is_sharded,
         seed=training.seed,
         pipeline=build.pipeline,

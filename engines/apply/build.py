@@ -11,6 +11,7 @@ from torch import nn
 
 from engines.context.context import Context
 from engines.context.proof import SequenceProof
+from engines.data.finite import OnNonfinite
 from engines.data.microbatches import Count
 from engines.experts.experts import Experts
 from engines.legality import numerics
@@ -42,6 +43,7 @@ class Training:
     outer_optimizer: OptimizerFactory | None
     seed: int
     measure_noise: bool
+    on_nonfinite: OnNonfinite
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from engines.apply.proofs import Proofs
 from engines.apply.shard import shard
 from engines.apply.split import fill, make_stages, split
 from engines.apply.validate import validate
+from engines.data.finite import OnNonfinite, reaction_of
 from engines.data.microbatches import Count
 from engines.offload.pool import Folder
 from engines.optional.manual_placement import with_devices_of
@@ -58,6 +59,7 @@ def apply_plan(
     world: World | None = None,
     seed: int = 0,
     measure_noise: bool = False,
+    on_nonfinite: OnNonfinite | str = OnNonfinite.STOP,
     offload_folder: Folder | None = None,
     proofs: Proofs | None = None,
 ) -> ParallelModel:
@@ -86,6 +88,9 @@ def apply_plan(
         seed: of the shuffling in `ParallelModel.shard`, and of an init function.
         measure_noise: the gradient noise scale, for `ParallelModel.noise_scale`: reads the
             gradients twice more in every step.
+        on_nonfinite: a loss or a gradient that is nan or inf, on any rank: "stop" raises before the
+            optimizer steps, and says where it began; "skip" leaves the step out on all ranks, with
+            a warning; "ignore" does not look. Looking waits for the device in every step.
         offload_folder: on a fast local disk, where the plan says `offload_to=disk`. Its files have
             no names, and are gone when the process ends.
         proofs: of splits, the same on all ranks. A split without one, or with the proof of another
@@ -100,7 +105,14 @@ def apply_plan(
         ModelError: parameters without values (meta device, and no `weights`), or nothing to train.
     """
     training = Training(
-        loss_fn, optimizer, count, max_grad_norm, outer_optimizer, seed, measure_noise
+        loss_fn,
+        optimizer,
+        count,
+        max_grad_norm,
+        outer_optimizer,
+        seed,
+        measure_noise,
+        reaction_of(on_nonfinite),
     )
     profile, world = with_devices_of(profile, model), world or join_world()
     build = Build(model, plan, profile, cluster, world, training)

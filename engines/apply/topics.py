@@ -115,6 +115,7 @@ def _settings(training: Training) -> dict[str, list[str]]:
         "`max_grad_norm`": [str(training.max_grad_norm)],
         "`seed`": [str(training.seed)],
         "`measure_noise`": [str(training.measure_noise)],
+        "`on_nonfinite`": [training.on_nonfinite],
         "`count`": [", ".join(text for (text,) in _code_facts(training.count).values())],
     }
 

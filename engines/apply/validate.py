@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engines.apply.build import Build
 from engines.apply.topics import topics_of
 from engines.blocks.compile import require_compilable
+from engines.data.finite import OnNonfinite
 from engines.data.noise_scale import require_measurable
 from engines.legality import require_legal
 from engines.offload.pool import steps_offloaded
@@ -42,6 +43,8 @@ def _require_possible(build: Build) -> None:
         _require_chunked(plan, why_not_chunked(training.optimizer))
     if training.measure_noise:
         require_measurable(plan)
+    if training.on_nonfinite is OnNonfinite.SKIP:
+        _require_common_steps(plan)
     _require_plain(build.model)
     require_compilable(build.model, plan, profile=build.profile, device=world.device)
 
@@ -52,6 +55,15 @@ def _require_chunked(plan: Plan, because: str) -> None:
             because,
             where=f"plan: {plan}",
             hints=["leave its states on the device (offload=none), or take AdamW"],
+        )
+
+
+def _require_common_steps(plan: Plan) -> None:
+    if not plan.updates_in_step:
+        raise PlanError(
+            '`on_nonfinite="skip"` leaves a step out on all ranks; these step at different times',
+            where=f"plan: {plan}",
+            hints=['`on_nonfinite="stop"`, or a plan whose ranks exchange gradients in every step'],
         )
 
 

@@ -15,6 +15,7 @@ from engines.checkpoint.agreement import Alone, peers_of
 from engines.checkpoint.load import SavedStates, Step, fill, open_save
 from engines.checkpoint.save import CheckpointSave, SaveOptions, start_saving
 from engines.checkpoint.training_state import StatesToLoad, states_to_save
+from engines.data.finite import FiniteGuard
 from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
 from engines.optional.async_updates.exchange import UpdateExchange
@@ -51,6 +52,7 @@ class CheckpointMixin:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     _exchange: UpdateExchange
+    _finite: FiniteGuard
     _job: World
     _layout: Layout
     _loaders: list[weakref.ref[ShardedLoader]]
@@ -99,6 +101,7 @@ class CheckpointMixin:
         Raises:
             FileError: it cannot be written, or another job saves there.
             InputError: a registered object has a value that checkpoints cannot hold.
+            NonFiniteError: a trained parameter is nan or inf; nothing is written.
             PlanMismatchError: ranks name different folders.
         """
         return self._start_save(folder, keep_last, keep_every, background=False).wait()
@@ -130,6 +133,7 @@ class CheckpointMixin:
         release(self.module)
         self._exchange.synchronise()
         self._follow_first_replica(every_buffer=True)
+        self._finite.require_savable(self._job)
         with self._exchange.saving() as writers:
             if not self._exchange.keeps_states:
                 return CheckpointSave.done(root / f"step-{step:08d}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from engines.blocks.recompute import explained_recompute
 from engines.checkpoint.save import CheckpointSave
 from engines.context.context import Context
 from engines.data.ddp import explained_reduction, require_all_reduced
+from engines.data.finite import FiniteGuard, OnNonfinite
 from engines.data.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
@@ -29,6 +31,7 @@ from engines.offload.pool import OffloadPool
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.parallel.async_updates import AsyncUpdatesMixin
 from engines.parallel.checkpointing import CheckpointMixin, Stateful
+from engines.parallel.guarding import GuardingMixin
 from engines.parallel.monitoring import MonitoringMixin
 from engines.parallel.naming import NamingMixin
 from engines.plan import Plan
@@ -52,7 +55,9 @@ if TYPE_CHECKING:
 LossFn = Callable[..., Tensor]
 
 
-class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointMixin, nn.Module):  # type: ignore[misc]  # state_dict
+class ParallelModel(  # type: ignore[misc]  # state_dict
+    NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointMixin, GuardingMixin, nn.Module
+):
     """A model under a plan: train it with `train_step`, or in a classic loop.
 
     `train_step(batch)` cuts the rank's part of the global batch into the plan's microbatches, runs
@@ -96,6 +101,7 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         loss_fn: LossFn | None,
         count: Count | None,
         max_grad_norm: float | None,
+        on_nonfinite: OnNonfinite,
         runs_autocast: bool,
         seed: int,
         pipeline: Pipeline | None = None,
@@ -159,9 +165,10 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
             replica=mesh.data.position,
             require=require,
         )
+        self._finite = FiniteGuard(module, world, on_nonfinite)
         self._is_pending = False
-        if self._averaged or experts is not None or (split is not None and split.partial):
-            optimizer.register_step_pre_hook(self._finish_pending)
+        self._is_unchecked = False
+        optimizer.register_step_pre_hook(self._before_update)
         if not self._job.is_fake:
             start_heartbeat()
         self.step = 0
@@ -222,11 +229,13 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         it is the mean over something else (tokens that are not padding), give `count` to
         `apply_plan` or `auto_parallelize`.
 
-        Returns the loss averaged over all samples of all ranks: 0-d, on the device, no gradient.
+        Returns the loss averaged over all samples of all ranks: 0-d, on the device, no gradient;
+        nan where `on_nonfinite="skip"` left the step out.
 
         Raises:
             BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
             RankError: names a rank that is gone or late, and without which there is no step.
+            NonFiniteError: a loss or a gradient is nan or inf on some rank; nothing was stepped.
         """
         if self._exchange.replace_step():
             self.step += 1
@@ -254,22 +263,26 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         if self._noise is not None:
             self._noise.begin(weights, samples=self._cutter.total)
         self._follow_first_replica()
+        self._finite.begin()
         try:
             with self._rng.shared():
                 total = self._run(pieces, weights)
             self._finish_gradients()
             self._own.note_exchange()
-            self._is_pending = False
+            self._is_pending = self._is_unchecked = False
         except BaseException:
             start_over(self.module, self.plan)
             self.module.zero_grad(set_to_none=True)
             raise
         self._check_unused()
         self.steps.pace = self._own.compare() or self.steps.pace
-        if self._noise is None:
-            return self._average(total)
-        means = self._average(torch.cat([total.reshape(1), self._noise.parts()]))
-        self._noise.note(means[1:])
+        noise = self._noise
+        sent = [self._finite.marked(total).reshape(1), *([] if noise is None else [noise.parts()])]
+        means = self._average(torch.cat(sent))
+        origin = partial(self._origin, pieces)
+        passes = self._finite.passes(means[0], total, step=self.step + 1, origin=origin)
+        if passes and noise is not None:
+            noise.note(means[1:])
         return means[0]
 
     @rank_error_context("averaging the loss")
@@ -360,9 +373,13 @@ class ParallelModel(NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointM
         self.step += 1
 
     def _mark_pending(self, _: Tensor) -> None:
-        self._is_pending = True
+        self._is_pending = self._is_unchecked = True
 
-    def _finish_pending(self, *_: object) -> None:
+    def _before_update(self, *_: object) -> None:
+        self._finish_pending()
+        self._check_gradients()
+
+    def _finish_pending(self) -> None:
         """After a backward of a classic loop, before its gradients are used."""
         if self._is_pending:
             self._is_pending = False

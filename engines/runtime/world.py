@@ -109,7 +109,7 @@ def _missing() -> str:
     absent = roll_call()
     if not has_store():
         return "the rendezvous store is gone too, as a rule on the node of rank 0"
-    return f"{_ranks(absent)} did not come to it" if absent else ""
+    return f"{name_ranks(absent)} did not come to it" if absent else ""
 
 
 def leave_world() -> None:
@@ -182,7 +182,7 @@ def texts_of_ranks(what: str, text: str, world: World) -> list[str]:
         texts.append(store.get(f"{key}{rank}").decode())
     if absent:
         raise RankError(
-            first_failure() or f"{_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
+            first_failure() or f"{name_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
             where=f"rank {world.rank} of {world.size}, comparing the {what}",
             hints=["look at the output of the missing ranks: they failed earlier or never started"],
         )
@@ -195,7 +195,7 @@ def say_holders(texts: Mapping[int, str]) -> str:
     for rank, text in texts.items():
         holders.setdefault(text, []).append(rank)
     return ", ".join(
-        f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text}"
+        f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text}"
         for text, ranks in holders.items()
     )
 
@@ -215,7 +215,8 @@ def sum_over_ranks(
     return [float(value) for value in tensor.tolist()]
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: list[int]) -> str:
+    """Name ascending ranks: "rank 1", "ranks 0-2", "ranks 0, 2"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if ranks == list(range(ranks[0], ranks[-1] + 1)):

@@ -1,0 +1,227 @@
+"""Finiteness of a step: losses and gradients that are nan or inf, before they are stepped by.
+
+A rank marks its loss as nan where one of its gradients is not finite. The mean of losses, which all
+ranks exchange anyway, then tells all of them: no message is added.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+
+import torch
+from torch import Tensor, nn
+
+from engines.data.replicas import local_part
+from engines.runtime.world import World, name_ranks, texts_of_ranks
+from profiles.capture.batch import Batch, batch_items
+from profiles.errors import NonFiniteError, UnknownNameError
+from profiles.torch_compat import is_batch_norm, tensors_in
+
+
+class OnNonfinite(StrEnum):
+    """Reaction to a loss or a gradient that is not finite."""
+
+    STOP = "stop"
+    SKIP = "skip"
+    IGNORE = "ignore"
+
+
+def reaction_of(text: OnNonfinite | str) -> OnNonfinite:
+    """The reaction of that name.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    try:
+        return OnNonfinite(text)
+    except ValueError:
+        raise UnknownNameError("reaction", text, OnNonfinite, where="on_nonfinite") from None
+
+
+class FiniteGuard:
+    """Looks at losses and gradients of every step, and stops all ranks or leaves the step out.
+
+    Args:
+        world: the ranks that step together.
+
+    Attributes:
+        skipped: steps left out so far.
+    """
+
+    def __init__(self, module: nn.Module, world: World, reaction: OnNonfinite) -> None:
+        self._module = module
+        self._world = world
+        self._reaction = reaction
+        # Of a fake world the others send nothing, and its values mean nothing.
+        self.is_on = reaction is not OnNonfinite.IGNORE and not world.is_fake
+        self.skipped = 0
+        self._statistics: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self) -> None:
+        """Copy the running statistics of batch norms, which a forward changes before its loss is
+        known, where a step may be left out."""
+        if self.is_on and self._reaction is OnNonfinite.SKIP:
+            buffers = _running_statistics(self._module).values()
+            self._statistics = [(buffer, buffer.clone()) for buffer in buffers]
+
+    @torch.no_grad()
+    def marked(self, loss: Tensor) -> Tensor:
+        """The loss of this rank; nan where a gradient of this rank is not finite."""
+        if not self.is_on:
+            return loss
+        # One reading of all gradients. A norm that overflows is of gradients whose squares do, as
+        # Adam's second moments.
+        norm = nn.utils.get_total_norm(list(_gradients(self._module).values()))
+        return loss + 0.0 * norm.to(loss)
+
+    def passes(
+        self, mean: Tensor, own: Tensor, *, step: int, origin: Callable[[], str] | None = None
+    ) -> bool:
+        """True if the mean of the marked losses is finite. All ranks call it.
+
+        Where it is not there are no gradients afterwards.
+
+        Args:
+            own: this rank's loss.
+            step: number of the step that is under way.
+            origin: says where the forward made the first value that is not finite. All ranks call
+                it, or none.
+
+        Raises:
+            NonFiniteError: on all ranks, with the ranks and where it began, unless it is skipped.
+        """
+        if not self.is_on or bool(mean.isfinite()):
+            return True
+        gradient = first_nonfinite(dict(reversed(_gradients(self._module).items())))
+        self._module.zero_grad(set_to_none=True)
+        stops = self._reaction is OnNonfinite.STOP
+        facts = {
+            "loss": "" if bool(own.isfinite()) else str(own.item()),
+            "gradient": gradient,
+            "origin": origin() if stops and origin is not None else "",
+        }
+        texts = texts_of_ranks("values that are not finite", json.dumps(facts), self._world)
+        of_ranks = {rank: json.loads(text) for rank, text in enumerate(texts)}
+        if self._world.size == 1:
+            of_ranks = {self._world.rank: facts}
+        if stops:
+            raise _error(of_ranks, step)
+        self._skip(of_ranks, step)
+        return False
+
+    def _skip(self, of_ranks: Mapping[int, Mapping[str, str]], step: int) -> None:
+        self.skipped += 1
+        for buffer, before in self._statistics:
+            buffer.copy_(before)
+        if self._world.rank == 0 or self._world.size == 1:
+            warnings.warn(
+                f"step {step} was left out: {_cause(of_ranks)}; {self.skipped} so far",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def require_savable(self, job: World) -> None:
+        """Require that trained parameters and running statistics are finite. All ranks call it.
+
+        Raises:
+            NonFiniteError: on all ranks, with the first one that is not.
+        """
+        if not self.is_on or job.is_fake:
+            return
+        parameters = self._module.named_parameters()
+        trained = {name: local_part(p.detach()) for name, p in parameters if p.requires_grad}
+        name = first_nonfinite({**trained, **_running_statistics(self._module)})
+        names = texts_of_ranks("parameters that are not finite", name, job)
+        ranks = [rank for rank, text in enumerate(names) if text]
+        if ranks:
+            raise NonFiniteError(
+                f"`{names[ranks[0]]}` is not finite on {name_ranks(ranks)}: it is not saved",
+                hints=["load the last checkpoint, which is finite"],
+            )
+
+
+def first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
+    """The first name whose tensor has a value that is not finite; empty without one."""
+    bad = (name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
+    return next(bad, "")
+
+
+def nonfinite_element(batch: Batch) -> str:
+    """The first element of a batch that has a value that is not finite; empty without one."""
+    return first_nonfinite({name: v for name, v in batch_items(batch) if isinstance(v, Tensor)})
+
+
+@contextmanager
+def nonfinite_output(model: nn.Module) -> Iterator[list[str]]:
+    """Around forwards: yields a list that gets the name of the first module whose output has a
+    value that is not finite. Of modules inside each other the innermost ends first."""
+    names: list[str] = []
+
+    def note(name: str, output: object) -> None:
+        if not names and not all(bool(t.isfinite().all()) for t in tensors_in(output)):
+            names.append(name)
+
+    def hook_of(name: str) -> Callable[[nn.Module, object, object], None]:
+        return lambda module, args, output: note(name, output)
+
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_hook(hook_of(name)) for name, module in modules]
+    try:
+        yield names
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    """This rank's parts of gradients, in the order of the modules; of sparse ones the values."""
+    gradients = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            gradient = local_part(parameter.grad)
+            gradients[name] = gradient._values() if gradient.is_sparse else gradient
+    return gradients
+
+
+def _running_statistics(module: nn.Module) -> dict[str, Tensor]:
+    norms = [(name, norm) for name, norm in module.named_modules() if is_batch_norm(norm)]
+    return {f"{name}.{own}": buffer for name, norm in norms for own, buffer in norm.named_buffers()}
+
+
+def _error(of_ranks: Mapping[int, Mapping[str, str]], step: int) -> NonFiniteError:
+    gradient = "the backward's first gradient that is not finite is that of"
+    lines = [
+        *_by_ranks(of_ranks, "origin", "{}"),
+        *_by_ranks(of_ranks, "gradient", f"{gradient} `{{}}`"),
+    ]
+    return NonFiniteError(
+        f"step {step}: {_cause(of_ranks)}",
+        where="\n".join(lines) or None,
+        hints=[
+            f"no parameter was changed: they are those after step {step - 1}",
+            "look at the data and at the learning rate; `max_grad_norm` clips what is large and"
+            " finite",
+            '`on_nonfinite="skip"` leaves such steps out',
+        ],
+    )
+
+
+def _cause(of_ranks: Mapping[int, Mapping[str, str]]) -> str:
+    ranks = [rank for rank, facts in of_ranks.items() if facts["loss"]]
+    if not ranks:
+        return "a gradient is not finite, every loss is"
+    values = " or ".join(sorted({of_ranks[rank]["loss"] for rank in ranks}))
+    return f"the loss of {name_ranks(ranks)} is {values}"
+
+
+def _by_ranks(of_ranks: Mapping[int, Mapping[str, str]], key: str, line: str) -> list[str]:
+    """A line for each fact, with the ranks that have it."""
+    holders: dict[str, list[int]] = {}
+    for rank, facts in of_ranks.items():
+        if facts[key]:
+            holders.setdefault(facts[key], []).append(rank)
+    return [f"{name_ranks(ranks)}: {line.format(fact)}" for fact, ranks in holders.items()]

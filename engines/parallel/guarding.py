@@ -1,0 +1,69 @@
+"""Guards of a training against values that are not finite: a part of ParallelModel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from engines.data.finite import FiniteGuard, nonfinite_element, nonfinite_output
+from engines.plan import Plan
+from engines.runtime.shared_rng import SharedRng
+from engines.runtime.world import World, rank_error_context
+from profiles.capture.batch import Batch
+
+
+class GuardingMixin:
+    """Steps that are not finite stop the training, or are left out."""
+
+    plan: Plan
+    module: nn.Module
+    step: int
+    _finite: FiniteGuard
+    _is_unchecked: bool
+    _rng: SharedRng
+    _world: World
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that `on_nonfinite="skip"` left out so far; `step` counts them too."""
+        return self._finite.skipped
+
+    @rank_error_context("comparing gradients")
+    def _check_gradients(self) -> None:
+        """Before the optimizer of a classic loop steps."""
+        if not self._is_unchecked or not self._finite.is_on:
+            return
+        self._is_unchecked = False
+        unknown = torch.zeros((), device=self._world.device)
+        mean = self._average(self._finite.marked(unknown))
+        self._finite.passes(mean, unknown, step=self.step + 1)
+
+    def _origin(self, pieces: Sequence[Batch]) -> str:
+        """Say where the forwards of this rank make the first value that is not finite, by running
+        them once more. All ranks call it, because forwards exchange parameters."""
+        element = next(filter(None, map(nonfinite_element, pieces)), "")
+        outputs: list[str] = []
+        losses: list[Tensor] = []
+        if (
+            self.plan.pp == 1 and not self.plan.compile
+        ):  # modules of those are not called one by one
+            try:
+                with torch.no_grad(), self._rng.shared(), nonfinite_output(self.module) as outputs:
+                    losses = [self._loss(piece) for piece in pieces]
+            except Exception:  # the first error says more than that of a second run
+                outputs, losses = [], []
+        if element:
+            return f"the batch has a value that is not finite in `{element}`"
+        if outputs:
+            return f"the first output that is not finite is that of `{outputs[0]}`"
+        if not all(bool(loss.isfinite()) for loss in losses):
+            return "every output is finite, the loss of it is not"
+        return ""
+
+    def _average(self, value: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _loss(self, piece: Batch) -> Tensor:
+        raise NotImplementedError
