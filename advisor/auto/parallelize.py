@@ -31,6 +31,7 @@ from advisor.learning.run_log import keep_at_end
 from advisor.whatif.suggestions import with_suggestions
 from engines.apply import Proofs, apply_plan
 from engines.context.proof import SequenceProof, prove
+from engines.data.replica_checksums import DEFAULT_EVERY
 from engines.parallel import ParallelModel
 from engines.plan import PartialPlan, Plan, load_plan
 from engines.runtime.world import World, join_world, require_same
@@ -181,6 +182,7 @@ def auto_parallelize(
     seed: int = 0,
     measure_noise: bool = False,
     on_nonfinite: str = "stop",
+    check_replicas_every: int = DEFAULT_EVERY,
     timeout_s: float | None = None,
     offload_folder: str | PathLike[str] | None = None,
     stack: Stack | str | None = None,
@@ -222,6 +224,7 @@ def auto_parallelize(
             are wasted.
         on_nonfinite: "stop", "skip" or "ignore", for losses and gradients that are nan or inf; see
             `apply_plan`.
+        check_replicas_every: steps between two comparisons of replicas' parameters; 0: never.
         timeout_s: limit of every wait for another rank, by default ten minutes: for the job, for
             rank 0's decision, and in each exchange of a step. The error names missing ranks.
         offload_folder: see `apply_plan`. If given, offload to its files is considered when nothing
@@ -298,6 +301,7 @@ def auto_parallelize(
         seed=seed,
         measure_noise=measure_noise,
         on_nonfinite=on_nonfinite,
+        check_replicas_every=check_replicas_every,
         offload_folder=offload_folder,
         proofs=proofs,
     )

@@ -54,6 +54,7 @@ def assemble(build: Build) -> ParallelModel:
         count=training.count,
         max_grad_norm=training.max_grad_norm,
         on_nonfinite=training.on_nonfinite,
+        check_replicas_every=training.check_replicas_every,
         runs_autocast=build.is_mixed and not plan.data_parallel.is_sharded,
         seed=training.seed,
         pipeline=build.pipeline,

@@ -44,6 +44,7 @@ class Training:
     seed: int
     measure_noise: bool
     on_nonfinite: OnNonfinite
+    check_replicas_every: int
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ from engines.apply.split import fill, make_stages, split
 from engines.apply.validate import validate
 from engines.data.finite import OnNonfinite, reaction_of
 from engines.data.microbatches import Count
+from engines.data.replica_checksums import DEFAULT_EVERY, require_every
 from engines.offload.pool import Folder
 from engines.optional.manual_placement import with_devices_of
 from engines.parallel import LossFn, ParallelModel
@@ -60,6 +61,7 @@ def apply_plan(
     seed: int = 0,
     measure_noise: bool = False,
     on_nonfinite: OnNonfinite | str = OnNonfinite.STOP,
+    check_replicas_every: int = DEFAULT_EVERY,
     offload_folder: Folder | None = None,
     proofs: Proofs | None = None,
 ) -> ParallelModel:
@@ -91,6 +93,8 @@ def apply_plan(
         on_nonfinite: a loss or a gradient that is nan or inf, on any rank: "stop" raises before the
             optimizer steps, and says where it began; "skip" leaves the step out on all ranks, with
             a warning; "ignore" does not look. Looking waits for the device in every step.
+        check_replicas_every: steps between two comparisons of replicas, whose parameters must be
+            the same to the bit; they are compared before every save too. 0: never.
         offload_folder: on a fast local disk, where the plan says `offload_to=disk`. Its files have
             no names, and are gone when the process ends.
         proofs: of splits, the same on all ranks. A split without one, or with the proof of another
@@ -113,6 +117,7 @@ def apply_plan(
         seed,
         measure_noise,
         reaction_of(on_nonfinite),
+        require_every(check_replicas_every),
     )
     profile, world = with_devices_of(profile, model), world or join_world()
     build = Build(model, plan, profile, cluster, world, training)

@@ -116,6 +116,7 @@ def _settings(training: Training) -> dict[str, list[str]]:
         "`seed`": [str(training.seed)],
         "`measure_noise`": [str(training.measure_noise)],
         "`on_nonfinite`": [training.on_nonfinite],
+        "`check_replicas_every`": [str(training.check_replicas_every)],
         "`count`": [", ".join(text for (text,) in _code_facts(training.count).values())],
     }
 

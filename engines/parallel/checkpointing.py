@@ -18,6 +18,7 @@ from engines.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.data.finite import FiniteGuard
 from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
+from engines.data.replica_checksums import ReplicaChecksums
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
@@ -51,6 +52,7 @@ class CheckpointMixin:
     plan: Plan
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    _checksums: ReplicaChecksums
     _exchange: UpdateExchange
     _finite: FiniteGuard
     _job: World
@@ -102,6 +104,7 @@ class CheckpointMixin:
             FileError: it cannot be written, or another job saves there.
             InputError: a registered object has a value that checkpoints cannot hold.
             NonFiniteError: a trained parameter is nan or inf; nothing is written.
+            RankMismatchError: replicas' parameters differ; nothing is written.
             PlanMismatchError: ranks name different folders.
         """
         return self._start_save(folder, keep_last, keep_every, background=False).wait()
@@ -134,6 +137,7 @@ class CheckpointMixin:
         self._exchange.synchronise()
         self._follow_first_replica(every_buffer=True)
         self._finite.require_savable(self._job)
+        self._checksums.require_equal(step)
         with self._exchange.saving() as writers:
             if not self._exchange.keeps_states:
                 return CheckpointSave.done(root / f"step-{step:08d}")

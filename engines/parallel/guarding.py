@@ -1,4 +1,4 @@
-"""Guards of a training against values that are not finite: a part of ParallelModel."""
+"""Guards of a training: finite steps and equal replicas. A part of ParallelModel."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.data.finite import FiniteGuard, nonfinite_element, nonfinite_output
+from engines.data.replica_checksums import ReplicaChecksums
 from engines.plan import Plan
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.world import World, rank_error_context
@@ -15,11 +16,12 @@ from profiles.capture.batch import Batch
 
 
 class GuardingMixin:
-    """Steps that are not finite stop the training, or are left out."""
+    """Steps that are not finite stop the training or are left out, replicas that differ stop it."""
 
     plan: Plan
     module: nn.Module
     step: int
+    _checksums: ReplicaChecksums
     _finite: FiniteGuard
     _is_unchecked: bool
     _rng: SharedRng
@@ -31,18 +33,25 @@ class GuardingMixin:
         return self._finite.skipped
 
     @rank_error_context("comparing gradients")
-    def _check_gradients(self) -> None:
+    def _check_update(self) -> None:
         """Before the optimizer of a classic loop steps."""
-        if not self._is_unchecked or not self._finite.is_on:
+        if not self._is_unchecked:
             return
         self._is_unchecked = False
-        unknown = torch.zeros((), device=self._world.device)
-        mean = self._average(self._finite.marked(unknown))
-        self._finite.passes(mean, unknown, step=self.step + 1)
+        if self._finite.is_on:
+            unknown = torch.zeros((), device=self._world.device)
+            mean = self._average(self._finite.marked(unknown))
+            self._finite.passes(mean, unknown, step=self.step + 1)
+        self._checksums.require_equal_when_due(self.step)
 
     def _origin(self, pieces: Sequence[Batch]) -> str:
         """Say where the forwards of this rank make the first value that is not finite, by running
-        them once more. All ranks call it, because forwards exchange parameters."""
+        them once more. All ranks call it, because forwards exchange parameters.
+
+        Raises:
+            RankMismatchError: it is a replica that differs.
+        """
+        self._checksums.require_equal(self.step)
         element = next(filter(None, map(nonfinite_element, pieces)), "")
         outputs: list[str] = []
         losses: list[Tensor] = []

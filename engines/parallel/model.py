@@ -25,6 +25,7 @@ from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
 from engines.data.microbatches import Count, MicrobatchCutter, weighted
 from engines.data.noise_scale import NoiseMeter
+from engines.data.replica_checksums import ReplicaChecksums
 from engines.data.replicas import local_part, sum_gradients
 from engines.experts.experts import Experts
 from engines.offload.pool import OffloadPool
@@ -102,6 +103,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         count: Count | None,
         max_grad_norm: float | None,
         on_nonfinite: OnNonfinite,
+        check_replicas_every: int,
         runs_autocast: bool,
         seed: int,
         pipeline: Pipeline | None = None,
@@ -166,6 +168,14 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             require=require,
         )
         self._finite = FiniteGuard(module, world, on_nonfinite)
+        self._checksums = ReplicaChecksums(
+            module,
+            mesh,
+            layout,
+            world,
+            experts=experts.names if experts is not None else (),
+            every=check_replicas_every,
+        )
         self._is_pending = False
         self._is_unchecked = False
         optimizer.register_step_pre_hook(self._before_update)
@@ -236,6 +246,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
             RankError: names a rank that is gone or late, and without which there is no step.
             NonFiniteError: a loss or a gradient is nan or inf on some rank; nothing was stepped.
+            RankMismatchError: replicas' parameters differ.
         """
         if self._exchange.replace_step():
             self.step += 1
@@ -262,6 +273,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             pieces, weights = self._cutter.cut(batch)
         if self._noise is not None:
             self._noise.begin(weights, samples=self._cutter.total)
+        self._checksums.require_equal_when_due(self.step)
         self._follow_first_replica()
         self._finite.begin()
         try:
@@ -377,7 +389,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
 
     def _before_update(self, *_: object) -> None:
         self._finish_pending()
-        self._check_gradients()
+        self._check_update()
 
     def _finish_pending(self) -> None:
         """After a backward of a classic loop, before its gradients are used."""
