@@ -182,7 +182,8 @@ def texts_of_ranks(what: str, text: str, world: World) -> list[str]:
         texts.append(store.get(f"{key}{rank}").decode())
     if absent:
         raise RankError(
-            first_failure() or f"{name_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
+            first_failure()
+            or f"{name_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
             where=f"rank {world.rank} of {world.size}, comparing the {what}",
             hints=["look at the output of the missing ranks: they failed earlier or never started"],
         )
