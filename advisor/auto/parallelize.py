@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from os import PathLike
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from advisor.auto.facts_from_module import LossFn, Optimizer, facts_from_module
 from advisor.auto.job import machines_of, require_ranks
 from advisor.auto.proved_splits import Pairs, choose_checked
+from advisor.auto.rank_zero import from_rank_zero, require_same_request
 from advisor.decide.decision import Decision
 from advisor.decide.offload import with_disk
 from advisor.inputs.facts import Facts
@@ -34,19 +32,17 @@ from engines.context.proof import SequenceProof, prove
 from engines.data.replica_checksums import DEFAULT_EVERY
 from engines.parallel import ParallelModel
 from engines.plan import PartialPlan, Plan, load_plan
-from engines.runtime.world import World, join_world, require_same
+from engines.runtime.world import join_world
 from engines.state.optimizer import OptimizerFactory
 from engines.state.weights import Weights
 from engines.tensor.proposal import propose_styles
 from engines.tensor.split_proof import SplitProof
 from profiles.allocator.process_peak import release_freed_memory
 from profiles.capture.batch import Batch
-from profiles.errors import AdvisorError, InputError, RankError
+from profiles.errors import AdvisorError, InputError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import resolve_cluster
 from profiles.machine.probe import probe
-from profiles.record import json_object
-from profiles.torch_compat import default_store
 from profiles.workload.stack import Stack
 
 log = logging.getLogger(__name__)
@@ -245,7 +241,7 @@ def auto_parallelize(
     known = _read(anchor)
     world = join_world(timeout_s=timeout_s)
     allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
-    _require_same_request(partial, world, global_batch_size, precision, objective, allowed)
+    require_same_request(partial, world, global_batch_size, precision, objective, allowed)
     require_ranks(partial, world)
     machines = cluster or machines_of(model, partial, world)
     if offload_folder is not None:
@@ -284,7 +280,7 @@ def auto_parallelize(
     if timed and world.rank > 0:
         with contextlib.suppress(AdvisorError):  # rank 0 raises it too, and broadcasts it
             facts()
-    decision, proofs = _from_rank_zero(decide, world)
+    decision, proofs = from_rank_zero(decide, world)
     parallel = apply_plan(
         model,
         decision.plan,
@@ -393,60 +389,6 @@ def partial_plan_of(plan: PlanLike) -> PartialPlan:
         f"plan is a {type(plan).__name__}",
         hints=['give "dp_shard=8", {"dp_shard": 8}, a Plan, or the path of a plan.json'],
     )
-
-
-def _require_same_request(
-    partial: PartialPlan,
-    world: World,
-    global_batch_size: int | None,
-    precision: str | None,
-    objective: str,
-    allowed: Mapping[str, bool],
-) -> None:
-    """Rank 0 decides for all; a rank with different arguments must raise."""
-    asked = {
-        **partial.fixed,
-        "global_batch_size": global_batch_size,
-        "precision": precision,
-        "objective": objective,
-        **allowed,
-    }
-    words = " ".join(f"{key}={value}" for key, value in sorted(asked.items()) if value is not None)
-    require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
-
-
-def _from_rank_zero(
-    decide: Callable[[], tuple[Decision, Proofs]], world: World
-) -> tuple[Decision, Proofs]:
-    """Return rank 0's decision and proofs, or raise its error, on all ranks; through the store,
-    with a timeout."""
-    if world.size == 1:
-        return decide()
-    store = default_store()
-    turn = store.add(f"advisor/decision/calls/{world.rank}", 1)
-    key = f"advisor/decision/{turn}"
-    if world.rank == 0:
-        try:
-            decision, proofs = decide()
-        except BaseException as error:
-            store.set(key, f"error {type(error).__name__}: {error}")
-            raise
-        store.set(key, f"plan {proofs.model_dump_json()}\n{decision.to_json()}")
-        return decision, proofs
-    try:
-        store.wait([key], timedelta(seconds=world.timeout_s))
-    except (dist.DistError, RuntimeError):
-        raise RankError(
-            f"rank 0 did not decide within {world.timeout_s:.0f} s",
-            where=f"rank {world.rank} of {world.size}",
-            hints=["look at the output of rank 0"],
-        ) from None
-    kind, _, text = store.get(key).decode().partition(" ")
-    if kind == "error":
-        first, *rest = text.splitlines()
-        raise InputError(f"rank 0 found no plan: {first}", where="\n".join(rest) or None)
-    known, _, decided = text.partition("\n")
-    return Decision.from_json(decided), Proofs.build(json_object(known), where="rank 0")
 
 
 def _policy(objective: str, allow_lossy: bool, allow_stale: bool) -> Policy:

@@ -1,0 +1,67 @@
+"""One decision for all ranks of a job: the same request, and rank 0's answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+from advisor.decide.decision import Decision
+from engines.apply import Proofs
+from engines.plan import PartialPlan
+from engines.runtime.failures import first_failure, wait_for_key
+from engines.runtime.world import World, require_same
+from profiles.errors import InputError, RankError
+from profiles.record import json_object
+from profiles.torch_compat import default_store
+
+
+def require_same_request(
+    partial: PartialPlan,
+    world: World,
+    global_batch_size: int | None,
+    precision: str | None,
+    objective: str,
+    allowed: Mapping[str, bool],
+) -> None:
+    """Rank 0 decides for all; a rank with different arguments must raise."""
+    asked = {
+        **partial.fixed,
+        "global_batch_size": global_batch_size,
+        "precision": precision,
+        "objective": objective,
+        **allowed,
+    }
+    words = " ".join(f"{key}={value}" for key, value in sorted(asked.items()) if value is not None)
+    require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
+
+
+def from_rank_zero(
+    decide: Callable[[], tuple[Decision, Proofs]], world: World
+) -> tuple[Decision, Proofs]:
+    """Return rank 0's decision and proofs, or raise its error, on all ranks; through the store,
+    with a timeout."""
+    if world.size == 1:
+        return decide()
+    store = default_store()
+    turn = store.add(f"advisor/decision/calls/{world.rank}", 1)
+    key = f"advisor/decision/{turn}"
+    if world.rank == 0:
+        try:
+            decision, proofs = decide()
+        except BaseException as error:
+            store.set(key, f"error {type(error).__name__}: {error}")
+            raise
+        store.set(key, f"plan {proofs.model_dump_json()}\n{decision.to_json()}")
+        return decision, proofs
+    if not wait_for_key(store, key, timeout_s=world.timeout_s):
+        raise RankError(
+            first_failure() or f"rank 0 did not decide within {world.timeout_s:.0f} s",
+            where=f"rank {world.rank} of {world.size}",
+            hints=["look at the output of rank 0"],
+        )
+    kind, _, text = store.get(key).decode().partition(" ")
+    if kind == "error":
+        first, *rest = text.splitlines()
+        raise InputError(f"rank 0 found no plan: {first}", where="\n".join(rest) or None)
+    known, _, decided = text.partition("\n")
+    return Decision.from_json(decided), Proofs.build(json_object(known), where="rank 0")
