@@ -18,6 +18,7 @@ from engines.plan import Plan
 from engines.runtime.failures import first_failure, has_store, roll_call, wait_for_key
 from engines.runtime.failures import is_lost_contact as is_lost_contact
 from engines.runtime.heartbeat import end_heartbeat
+from engines.runtime.rendezvous import attempt_store
 from profiles.errors import InputError, PlanMismatchError, RankError
 from profiles.torch_compat import bound_waits, default_store
 
@@ -39,7 +40,7 @@ class World:
 
 
 def join_world(*, timeout_s: float | None = None) -> World:
-    """Join the job that the launcher started; alone without a launcher.
+    """Join the job that the launcher started, or started again; alone without a launcher.
 
     Uses NCCL for CUDA tensors and gloo for CPU tensors. `timeout_s` bounds every wait of the job,
     ten minutes unless said. An existing process group is used; its collectives are bounded by
@@ -61,7 +62,11 @@ def join_world(*, timeout_s: float | None = None) -> World:
             )
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            store, rank, size = attempt_store(timeout_s=timeout_s)
+            timeout = timedelta(seconds=timeout_s)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout
+            )
         except (dist.DistError, TimeoutError) as error:
             first = str(error).splitlines()[0]
             raise RankError(

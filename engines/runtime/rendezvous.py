@@ -1,0 +1,74 @@
+"""The store of one attempt of a job, which its launcher may start again.
+
+torchrun's agents lend their own store to the ranks, and it outlives them: ranks of a new attempt
+would read addresses, failures and turns that those of the last one left there. So the ranks of an
+attempt agree on a name that nobody had before, and all that they say goes under it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from profiles.errors import RankError
+
+_POLL_S = 0.01
+
+
+def attempt_store(*, timeout_s: float) -> tuple[dist.Store, int, int]:
+    """The store in which the ranks of this attempt meet, this rank and their number.
+
+    Raises:
+        RankError: names the ranks that did not come in time.
+        DistError: the store did not answer in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(agreed_name(store, rank, size, timeout_s=timeout_s), store)
+    return dist.PrefixStore("default_pg", store), rank, size
+
+
+def agreed_name(store: dist.Store, rank: int, size: int, *, timeout_s: float) -> str:
+    """A name of this attempt, the same on its ranks, in a store that has words of earlier ones.
+
+    The number of restarts would not do: each node counts its own. Every rank brings a fresh name;
+    the first answers each name that it reads with its own, and is done when all have said that they
+    got it. Names of earlier attempts are answered in vain.
+
+    Raises:
+        RankError: on the first rank, names those that did not come in time.
+    """
+    own = secrets.token_hex(8)
+    if rank:
+        store.set(f"advisor/join/{rank}", own)
+        answer = f"advisor/attempt/{own}"
+        store.wait([answer], timedelta(seconds=timeout_s))
+        name = store.get(answer).decode()
+        store.set(f"advisor/joined/{name}/{rank}", "")
+        return name
+    deadline = time.monotonic() + timeout_s
+    missing, answered = set(range(1, size)), set[bytes]()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"advisor/joined/{own}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"advisor/join/{other}"]):
+                asked = store.get(f"advisor/join/{other}")
+                if asked not in answered:
+                    answered.add(asked)
+                    store.set(f"advisor/attempt/{asked.decode()}", own)
+        if missing and time.monotonic() > deadline:
+            absent = ", ".join(map(str, sorted(missing)))
+            raise RankError(
+                f"of {size} ranks these did not come within {timeout_s:.0f} s: {absent}",
+                where=f"rank 0 of {size}, joining the job",
+                hints=["look at the output of the missing ranks: they failed or never started"],
+            )
+        time.sleep(_POLL_S)
+    return own
