@@ -14,7 +14,7 @@ import torch.distributed as dist
 from engines.runtime.failures import first_failure, wait_for_key
 from engines.runtime.world import World
 from profiles.errors import AdvisorError, FileError, RankError
-from profiles.torch_compat import default_store, store_for_thread
+from profiles.torch_compat import default_store, second_line
 
 
 class Peers(Protocol):
@@ -149,14 +149,18 @@ def all_peers_succeed(peers: Peers, doing: str) -> Iterator[None]:
 
 
 class Results:
-    """Results of ranks that work on by themselves, in threads too: over the rendezvous store."""
+    """Results of ranks that work on by themselves, in threads too: over the rendezvous store.
+
+    By a connection of its own: who waits for a rank that died must not keep the training from
+    the store, where it looks for the name of that rank.
+    """
 
     def __init__(self, peers: Peers, name: str) -> None:
         self._peers, self._key = peers, f"advisor/checkpoint/{name}/"
         self._own: Any = None
         if not isinstance(peers, Alone):
             # A wait of a thread would keep the training from the store.
-            self._store = store_for_thread() or default_store()
+            self._store = second_line(default_store())
 
     def publish(self, value: Any) -> None:
         """Let the first rank collect `value`, or all ranks where the first one announces it."""

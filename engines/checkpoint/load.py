@@ -69,6 +69,11 @@ class SavedStates:
         return {k: decode(v, self.reader.tensor) for k, v in self.ranks[rank].items()}
 
 
+def has_save(root: Path) -> bool:
+    """True if `root` has complete saves, damaged or not, or a checkpoint of release 0.1."""
+    return bool(complete_saves(root)) or is_legacy(root)
+
+
 def open_save(root: Path, *, step: Step, peers: Peers, verify: bool) -> SavedStates:
     """The save that `step` names in `root`, verified; all `peers` call it.
 

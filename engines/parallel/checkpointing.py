@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from engines.checkpoint.agreement import Alone, peers_of
 from engines.checkpoint.load import SavedStates, Step, fill, open_save
@@ -29,6 +31,7 @@ from engines.state.layout import Layout
 from engines.state.optimizer import empty_optimizer, send_from_first
 from profiles.errors import InputError
 from profiles.model.profile import ModelProfile
+from profiles.torch_compat.ddp import bucket_order, rebuild_buckets
 
 PathLike = str | os.PathLike[str]
 
@@ -61,6 +64,7 @@ class CheckpointMixin:
     _mesh: Mesh
     _objects: dict[str, Stateful]
     _profile: ModelProfile
+    _runner: Any
     _saving: CheckpointSave | None
     _world: World
 
@@ -127,10 +131,13 @@ class CheckpointMixin:
         keep_every: int | None,
         *,
         background: bool,
+        timeout_s: float | None = None,
     ) -> CheckpointSave:
+        """`timeout_s`: for other ranks, beyond what the disk takes; by default the job's."""
+        job = self._job if timeout_s is None else replace(self._job, timeout_s=timeout_s)
         root = Path(os.path.abspath(folder))
         self._finish_save()
-        require_same("checkpoint folder", f"{root.name} {root}", self._job)
+        require_same("checkpoint folder", f"{root.name} {root}", job)
         step = self.step
         own = self._own_states()
         release(self.module)
@@ -155,7 +162,7 @@ class CheckpointMixin:
                 own,
                 peers=peers_of(self._job, writers),
                 options=SaveOptions(step, str(self.plan), keep_last, keep_every),
-                timeout_s=self._job.timeout_s,
+                timeout_s=job.timeout_s,
                 background=background and writers is None,
             )
         self._saving = saving
@@ -214,9 +221,14 @@ class CheckpointMixin:
         loaders = [loader.state_dict() for loader in self._live_loaders()]
         return {
             "random": random_states(self._world.device),
+            "buckets": bucket_order(self._runner) if self._has_buckets else [],
             "loaders": loaders,
             "objects": objects,
         }
+
+    @property
+    def _has_buckets(self) -> bool:
+        return isinstance(self._runner, DistributedDataParallel) and not self._world.is_fake
 
     def _live_loaders(self) -> list[ShardedLoader]:
         """Those that `shard` made and the script still has, in their order."""
@@ -236,6 +248,9 @@ class CheckpointMixin:
                 value.load_state_dict(objects[name])
             elif self._job.rank == 0:
                 warnings.warn(f"`{saved.path}` has no `{name}`: it begins anew", stacklevel=4)
+        if self._has_buckets and own.get("buckets"):
+            # The order of additions, and so the last bits of sums, follow the buckets.
+            rebuild_buckets(self._runner, own["buckets"])
         if same and "random" in own:
             restore_random_states(own["random"], self._world.device)
 

@@ -31,7 +31,8 @@ from engines.experts.experts import Experts
 from engines.offload.pool import OffloadPool
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.parallel.async_updates import AsyncUpdatesMixin
-from engines.parallel.checkpointing import CheckpointMixin, Stateful
+from engines.parallel.checkpointing import Stateful
+from engines.parallel.fit import FitMixin
 from engines.parallel.guarding import GuardingMixin
 from engines.parallel.monitoring import MonitoringMixin
 from engines.parallel.naming import NamingMixin
@@ -57,7 +58,7 @@ LossFn = Callable[..., Tensor]
 
 
 class ParallelModel(  # type: ignore[misc]  # state_dict
-    NamingMixin, MonitoringMixin, AsyncUpdatesMixin, CheckpointMixin, GuardingMixin, nn.Module
+    NamingMixin, MonitoringMixin, AsyncUpdatesMixin, FitMixin, GuardingMixin, nn.Module
 ):
     """A model under a plan: train it with `train_step`, or in a classic loop.
 

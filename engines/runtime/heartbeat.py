@@ -17,7 +17,7 @@ import time
 import torch.distributed as dist
 
 from engines.runtime.failures import close_all_connections, first_failure, publish_failure
-from profiles.torch_compat import store_for_thread
+from profiles.torch_compat import default_store, is_tcp, second_line
 
 EVERY_S = 2.0
 SILENT_S = 45.0
@@ -76,16 +76,16 @@ class Heartbeat:
 def start_heartbeat() -> None:
     """Beat for the default process group until it is destroyed; once for each group.
 
-    Nothing to do for one rank, or where the store takes no second connection.
+    Nothing to do for one rank, or for ranks that met over a file.
     """
     global _current
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if _current is not None and _current.belongs_to(dist.group.WORLD):
         return
-    store = store_for_thread()
-    if store is not None:
-        _current = Heartbeat(store, rank=dist.get_rank(), size=dist.get_world_size())
+    store = default_store()
+    if is_tcp(store):
+        _current = Heartbeat(second_line(store), rank=dist.get_rank(), size=dist.get_world_size())
 
 
 def end_heartbeat() -> None:

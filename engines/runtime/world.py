@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -213,11 +214,22 @@ def sum_over_ranks(
 
     Sent by the CPU where the group has a CPU backend, so that no GPU is waited for.
     """
+    return _reduce(values, world, dist.ReduceOp.SUM, group)
+
+
+def largest_over_ranks(values: list[float], world: World) -> list[float]:
+    """Element-wise maxima of small host numbers over all ranks; see `sum_over_ranks`."""
+    return _reduce(values, world, dist.ReduceOp.MAX, None)
+
+
+def _reduce(
+    values: list[float], world: World, operation: Any, group: dist.ProcessGroup | None
+) -> list[float]:
     if world.size == 1:
         return values
     on_cpu = "gloo" in str(dist.get_backend_config(group))
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu" if on_cpu else world.device)
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, op=operation, group=group)
     return [float(value) for value in tensor.tolist()]
 
 

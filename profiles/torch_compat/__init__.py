@@ -50,17 +50,9 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
-def store_for_thread() -> dist.Store | None:
-    """A connection of its own to the store of the default group: calls on one wait for each other.
-
-    None where the ranks met over something else than TCP, or torch cannot (torch < 2.9).
-    """
-    store = default_store()
-    inner = getattr(store, "_underlying_non_prefix_store", store)
-    if not isinstance(inner, dist.TCPStore) or not hasattr(store, "clone"):
-        return None
-    clone: dist.Store = store.clone()
-    return clone
+def is_tcp(store: dist.Store) -> bool:
+    """True if the ranks met over TCP, as under a launcher: other stores are of tests."""
+    return isinstance(getattr(store, "_underlying_non_prefix_store", store), dist.TCPStore)
 
 
 def register_fake_groups() -> None:
