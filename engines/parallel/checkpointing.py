@@ -13,10 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engines.checkpoint.agreement import Alone, peers_of
-from engines.checkpoint.load import SavedStates, Step, fill, open_save
-from engines.checkpoint.save import CheckpointSave, SaveOptions, start_saving
-from engines.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.data.finite import FiniteGuard
 from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
@@ -26,6 +22,10 @@ from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.random_states import random_states, restore_random_states
 from engines.runtime.world import World, rank_error_context, require_same
+from engines.state.checkpoint.agreement import Alone, peers_of
+from engines.state.checkpoint.load import SavedStates, Step, fill, open_save
+from engines.state.checkpoint.save import CheckpointSave, SaveOptions, start_saving
+from engines.state.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
 from engines.state.optimizer import empty_optimizer, send_from_first

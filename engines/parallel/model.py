@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engines.blocks.autocast import as_fp32, autocast
 from engines.blocks.recompute import explained_recompute
-from engines.checkpoint.save import CheckpointSave
 from engines.context.context import Context
 from engines.data.ddp import explained_reduction, require_all_reduced
 from engines.data.finite import FiniteGuard, OnNonfinite
@@ -44,6 +43,7 @@ from engines.runtime.rank_times import RankTimer
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.steps import Steps
 from engines.runtime.world import World, rank_error_context
+from engines.state.checkpoint.save import CheckpointSave
 from engines.state.layout import LayerSplit, Layout
 from engines.tensor.logits import whole_tensors
 from profiles.capture.batch import Batch, call_model, loss_of

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from engines.checkpoint.agreement import on_first, peers_of
-from engines.checkpoint.load import has_save
-from engines.checkpoint.save import CheckpointSave
 from engines.runtime.signals import AgreedSignal, EndSignals
+from engines.state.checkpoint.agreement import on_first, peers_of
+from engines.state.checkpoint.load import has_save
+from engines.state.checkpoint.save import CheckpointSave
 from profiles.errors import InputError
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from engines.checkpoint.folder import complete_saves, unlock
-from engines.checkpoint.manifest import read_manifest
 from engines.parallel.fit import FitResult
+from engines.state.checkpoint.folder import complete_saves, unlock
+from engines.state.checkpoint.manifest import read_manifest
 from profiles.errors import FileError, InputError, RankError
 from tests.engines.cases import token_loss
 from tests.soak.training import PLANS, build, global_batches

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.checkpoint.agreement import peers_of
-from engines.checkpoint.load import fill, open_save
-from engines.checkpoint.save import SaveOptions, start_saving
-from engines.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.data.fsdp import shard
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.replicas import local_part, sum_gradients
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World, join_world
+from engines.state.checkpoint.agreement import peers_of
+from engines.state.checkpoint.load import fill, open_save
+from engines.state.checkpoint.save import SaveOptions, start_saving
+from engines.state.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
 from engines.state.slices import Slice

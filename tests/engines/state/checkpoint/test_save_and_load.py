@@ -60,7 +60,7 @@ def test_a_checkpoint_of_one_plan_loads_under_another(
 def test_a_save_that_fails_leaves_the_older_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import engines.checkpoint.save
+    import engines.state.checkpoint.save
 
     _, parallel = alone("gpt")
     parallel.save(tmp_path)
@@ -70,7 +70,7 @@ def test_a_save_that_fails_leaves_the_older_ones(
     def no_space(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(engines.checkpoint.save, "write_shard", no_space)
+    monkeypatch.setattr(engines.state.checkpoint.save, "write_shard", no_space)
     with pytest.raises(FileError, match=r"cannot write .*rank 0: .*No space left"):
         parallel.save(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "lock", "step-00000000"]

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from profiles.errors import FileError
 from tests.engines.cases import CASES
-from tests.engines.checkpoint.test_save_and_load import adamw
 from tests.engines.parity import alone
+from tests.engines.state.checkpoint.test_save_and_load import adamw
 
 
 def old_checkpoint(path: Path) -> dict[str, torch.Tensor]:

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from engines.checkpoint.folder import CheckpointLock, complete_saves, prune
-from engines.checkpoint.legacy import TABLE, LegacyReader
-from engines.checkpoint.manifest import MANIFEST, read_manifest
-from engines.checkpoint.shard_file import ShardReader, file_problem, write_shard
-from engines.checkpoint.values import decode, encode
+from engines.state.checkpoint.folder import CheckpointLock, complete_saves, prune
+from engines.state.checkpoint.legacy import TABLE, LegacyReader
+from engines.state.checkpoint.manifest import MANIFEST, read_manifest
+from engines.state.checkpoint.shard_file import ShardReader, file_problem, write_shard
+from engines.state.checkpoint.values import decode, encode
 from profiles.errors import FileError, InputError
 
 NAME = "rank-00000.safetensors"

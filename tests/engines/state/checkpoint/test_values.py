@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from engines.checkpoint.values import decode, encode
+from engines.state.checkpoint.values import decode, encode
 from profiles.errors import FileError, InputError
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from engines.checkpoint.manifest import FILE_NAME, MANIFEST, Manifest, file_of, read_manifest
+from engines.state.checkpoint.manifest import FILE_NAME, MANIFEST, Manifest, file_of, read_manifest
 from profiles.errors import FileError
 from profiles.record import json_value, read_text
 from profiles.units import KIB

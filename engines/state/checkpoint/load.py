@@ -9,13 +9,13 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from engines.checkpoint.agreement import Peers, all_peers_succeed, on_first
-from engines.checkpoint.folder import complete_saves, is_checkpoint, step_of
-from engines.checkpoint.legacy import LegacyReader, is_legacy
-from engines.checkpoint.manifest import SavedTensor, read_manifest
-from engines.checkpoint.shard_file import ShardReader, file_problem
-from engines.checkpoint.training_state import StatesToLoad
-from engines.checkpoint.values import decode
+from engines.state.checkpoint.agreement import Peers, all_peers_succeed, on_first
+from engines.state.checkpoint.folder import complete_saves, is_checkpoint, step_of
+from engines.state.checkpoint.legacy import LegacyReader, is_legacy
+from engines.state.checkpoint.manifest import SavedTensor, read_manifest
+from engines.state.checkpoint.shard_file import ShardReader, file_problem
+from engines.state.checkpoint.training_state import StatesToLoad
+from engines.state.checkpoint.values import decode
 from profiles.errors import FileError
 
 Step = int | Literal["newest", "latest"]

@@ -18,7 +18,7 @@ from engines.plan import Plan
 from profiles.capture.capture import capture
 from profiles.errors import InputError, PlanMismatchError
 from tests.engines.cases import cpu_ranks
-from tests.engines.checkpoint.test_save_and_load import adamw
+from tests.engines.state.checkpoint.test_save_and_load import adamw
 from tests.workers import Pool
 
 

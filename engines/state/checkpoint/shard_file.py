@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engines.checkpoint.manifest import Manifest, SavedChunk, SavedFile, SavedTensor
-from engines.checkpoint.values import dtype_of
+from engines.state.checkpoint.manifest import Manifest, SavedChunk, SavedFile, SavedTensor
+from engines.state.checkpoint.values import dtype_of
 from profiles.errors import FileError
 from profiles.record import open_regular
 from profiles.units import MIB

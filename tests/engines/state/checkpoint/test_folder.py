@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.checkpoint import folder as folder_module
-from engines.checkpoint.folder import SaveFolder, complete_saves, lock, prune, unlock
-from engines.checkpoint.manifest import MANIFEST, Manifest, SavedFile, file_of
 from engines.parallel import ParallelModel
+from engines.state.checkpoint import folder as folder_module
+from engines.state.checkpoint.folder import SaveFolder, complete_saves, lock, prune, unlock
+from engines.state.checkpoint.manifest import MANIFEST, Manifest, SavedFile, file_of
 from profiles.errors import FileError
 from tests.engines.cases import CASES
 from tests.engines.parity import alone
@@ -105,7 +105,7 @@ def test_a_link_in_place_of_a_save_is_not_followed(tmp_path: Path) -> None:
 ANOTHER_JOB = """
 import sys
 from pathlib import Path
-from engines.checkpoint.folder import lock
+from engines.state.checkpoint.folder import lock
 lock(Path(sys.argv[1]))
 print("locked", flush=True)
 sys.stdin.read()

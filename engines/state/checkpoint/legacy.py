@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.checkpoint.manifest import SavedChunk, SavedTensor, file_of
-from engines.checkpoint.shard_file import overlap
-from engines.checkpoint.values import dtype_of
+from engines.state.checkpoint.manifest import SavedChunk, SavedTensor, file_of
+from engines.state.checkpoint.shard_file import overlap
+from engines.state.checkpoint.values import dtype_of
 from profiles.errors import FileError
 from profiles.record import open_regular, read_bytes
 

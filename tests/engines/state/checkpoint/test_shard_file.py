@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from engines.checkpoint.manifest import Manifest, SavedChunk, SavedTensor, file_of
-from engines.checkpoint.shard_file import ShardReader, file_problem, write_shard
+from engines.state.checkpoint.manifest import Manifest, SavedChunk, SavedTensor, file_of
+from engines.state.checkpoint.shard_file import ShardReader, file_problem, write_shard
 from profiles.errors import FileError
 
 EVERY = {

@@ -19,7 +19,7 @@ MOST_BYTES = GIB
 """Of a manifest: a million chunks, as 1000 ranks have of 1000 tensors, take an eighth of it."""
 LIMITS = Limits(values=2**26, depth=200, digits=4300, characters=MOST_BYTES, has_controls=True)
 """States are data of the job: long texts, all digits that Python writes, and three levels of JSON
-for one level of a dict with keys that are no text (see `engines.checkpoint.values.MOST_DEPTH`)."""
+for one level of a dict with keys that are no text (see `MOST_DEPTH` of the values)."""
 FILE_NAME = re.compile(r"rank-[0-9]{5}\.safetensors")
 FileName = Annotated[str, Field(pattern=f"^{FILE_NAME.pattern}$")]
 """Anchored: nothing outside the folder is read, or deleted with an old save."""
@@ -71,7 +71,7 @@ class Manifest(Record):
         plan: under which it was saved; any other can load it.
         versions: of this project, torch and Python.
         tensors: by name: `model.*`, `optimizer.state.*`, `outer.*`, `replica*.*`, `rank*.*`.
-        values: what is no tensor, encoded by `engines.checkpoint.values`.
+        values: what is no tensor, encoded by `engines.state.checkpoint.values`.
         ranks: of each rank: random states and registered objects, encoded.
     """
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.checkpoint.agreement import Peers, Results, on_first
-from engines.checkpoint.folder import SaveFolder, prune, sync_folder
-from engines.checkpoint.manifest import Manifest, SavedChunk, SavedFile, SavedTensor, file_of
-from engines.checkpoint.shard_file import write_shard
-from engines.checkpoint.training_state import GROUPS, NamedStates, merged_groups
-from engines.checkpoint.values import encode
+from engines.state.checkpoint.agreement import Peers, Results, on_first
+from engines.state.checkpoint.folder import SaveFolder, prune, sync_folder
+from engines.state.checkpoint.manifest import Manifest, SavedChunk, SavedFile, SavedTensor, file_of
+from engines.state.checkpoint.shard_file import write_shard
+from engines.state.checkpoint.training_state import GROUPS, NamedStates, merged_groups
+from engines.state.checkpoint.values import encode
 from engines.state.shard_spec import placed
 from profiles.errors import AdvisorError, FileError
 from profiles.units import MIB
