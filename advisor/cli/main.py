@@ -16,6 +16,7 @@ from advisor.cli.check import check
 from advisor.cli.command import Advise, Command, common_options, count, fraction, one_of, seconds
 from advisor.cli.machines import look, only_first_rank, timed_here
 from advisor.cli.options import facts_of
+from advisor.cli.run import run
 from advisor.cli.sweep import sweep
 from advisor.inputs.console import progress, show_on_screen, writable, write
 from profiles.errors import InputError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from advisor.inputs.models import LoadedModel
 
-OF_A_JOB = ("check", "plan", "probe", "sweep")  # their ranks may all have to take part
+OF_A_JOB = ("check", "plan", "probe", "run", "sweep")  # ranks may all have to take part
 sequence_option = click.option(
     "--seq",
     callback=count,
@@ -420,12 +421,13 @@ def tree(form: str, no_color: bool) -> None:
 @common_options
 def demo(ranks: int, partial: str, steps: int | None, no_color: bool) -> None:
     """Decide for this machine, train a small GPT as decided, compare with what was predicted."""
-    from advisor.tutorial.demo.launch import run
+    from advisor.tutorial.demo.launch import run as launched
 
-    sys.exit(run(ranks=ranks, plan=partial, steps=steps))
+    sys.exit(launched(ranks=ranks, plan=partial, steps=steps))
 
 
 cli.add_command(check)
+cli.add_command(run)
 cli.add_command(sweep)
 
 

@@ -60,7 +60,7 @@ OPTIONS = {
     "--why-not",
 }
 EIGHT = ("--cluster", "8xH100-SXM-80GB")
-COMMANDS = ["check", "demo", "explain", "plan", "probe", "profile", "show", "sweep", "tree"]
+COMMANDS = ["check", "demo", "explain", "plan", "probe", "profile", "run", "show", "sweep", "tree"]
 
 IMPORTED = """
 import sys

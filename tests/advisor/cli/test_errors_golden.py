@@ -298,6 +298,19 @@ class TestUsage:
         refused("not_json", "show", "plan.json")
 
 
+class TestRun:
+    """What torchrun would say after seconds, or in an `argparse` of its own."""
+
+    def test_without_a_script(self) -> None:
+        refused("script_missing", "run", "--nproc-per-node", "4")
+
+    def test_with_a_script_that_does_not_exist(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "getcwd", lambda: "/home/you")
+        refused("script_does_not_exist", "run", "--nproc-per-node", "4", "trian.py", "--lr", "1")
+
+
 class TestOutput:
     """Unwritable outputs fail before the work; a report is shown even if it cannot be written."""
 
