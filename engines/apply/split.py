@@ -9,10 +9,14 @@ from engines.experts.experts import Experts
 from engines.plan import Recompute
 from engines.runtime.failures import all_ranks_succeed
 from engines.tensor.split import split_over
+from profiles.capture.batch import Batch
 
 
-def make_stages(build: Build) -> None:
-    """Keep this rank's stages of a pipeline; parameters of the others are freed here."""
+def make_stages(build: Build, sample: Batch | None) -> None:
+    """Keep this rank's stages of a pipeline; parameters of the others are freed here.
+
+    Stages that cannot run are refused on `sample`, where one is given.
+    """
     if build.plan.pp == 1:
         return
     from engines.pipeline.pipeline import Pipeline  # torch's pipelining takes a while to import
@@ -26,6 +30,9 @@ def make_stages(build: Build) -> None:
         device=build.world.device,
         loss_fn=build.loss_fn,
     )
+    if sample is not None:
+        with all_ranks_succeed("recording the stages", timeout_s=build.world.timeout_s):
+            build.pipeline.require_stages(sample)
 
 
 def fill(build: Build) -> None:

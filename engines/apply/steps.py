@@ -82,7 +82,8 @@ def apply_plan(
         count: what a microbatch's mean loss is a mean over, where that is not its rows:
             `lambda batch: (batch["labels"] != -100).sum()`.
         max_grad_norm: clip gradients in `train_step`.
-        sample: one local batch, as for `capture`; with tp or cp > 1 the split is proved on it.
+        sample: one local batch, as for `capture`; with tp or cp > 1 the split is proved on it, with
+            pp > 1 the stages are tried on its shapes.
         weights: of a model on the meta device: init(module), which fills the parameters and buffers
             that a module holds itself and draws from torch's generator only; tensors by name; or a
             path to safetensors files. A rank takes what it holds, and nothing else is read.
@@ -123,7 +124,7 @@ def apply_plan(
     build = Build(model, plan, profile, cluster, world, training)
     validate(build)
     prepare(build, sample, weights, offload_folder, proofs or Proofs())
-    make_stages(build)
+    make_stages(build, sample)
     fill(build)
     split(build)
     recompute(build)

@@ -79,6 +79,14 @@ class Pipeline:
         self._ties = ties_of(self.owners, mesh=mesh, trainable=trainable)
         release_others(model, self.local, device=device)
 
+    def require_stages(self, sample: Batch) -> None:
+        """Require that the stages of this rank can run a batch like `sample`; nothing runs.
+
+        Raises:
+            ModelError: a unit returns what no later stage can be sent, or see `record`.
+        """
+        self._stages(self._recording(sample))
+
     def require_equal_pieces(self, pieces: Sequence[Batch]) -> None:
         """Require microbatches of equal shapes: stages allocate buffers beforehand.
 

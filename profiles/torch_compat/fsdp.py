@@ -89,7 +89,10 @@ def move_shards(
 
 def forget_step_underway(root: FSDPModule) -> None:
     """Drop what FSDP2 keeps of a step that broke off: its place in the forward or backward, and
-    gradients on their way, which torch's own reset leaves."""
+    gradients on their way, which torch's own reset leaves. Before its first forward it keeps none.
+    """
+    if cast(Any, root)._get_fsdp_state()._is_root is None:
+        return
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:

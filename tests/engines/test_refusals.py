@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engines.apply import apply_plan
 from engines.plan import Plan
-from profiles.errors import InputError, ModelError, PlanError
+from profiles.errors import InputError, ModelError, PlanError, RankError
 from profiles.model.profile import ModelProfile
-from tests.engines.cases import CASES, cpu_ranks, profile_of
-from tests.engines.parity import alone, parallelize
+from tests.engines.cases import CASES, Case, cpu_ranks, profile_of
+from tests.engines.parity import alone, parallelize, spread
 from tests.workers import Pool
 
 
@@ -75,3 +77,48 @@ def test_a_model_that_is_parallel_already_is_refused(pool: Pool, plan: str) -> N
         assert wrapper == "the model is parallel already (a ParallelModel)"
         kind = "FSDPTinyGPT" if "shard" in plan else "DistributedDataParallel"
         assert module == f"the model is parallel already (a {kind})"
+
+
+class Slicing(nn.Module):
+    """Returns a part of its input beside its output; or a copy of that part."""
+
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.layer, self.copies = nn.Linear(64, 16), copies
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        part = x.flatten(1)[:, :1]
+        return self.layer(x.flatten(1)), part.clone() if self.copies else part
+
+
+class Sliced(nn.Module):
+    def __init__(self, *, copies: bool) -> None:
+        super().__init__()
+        self.first, self.second = Slicing(copies=copies), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, part = self.first(x)
+        out: Tensor = self.head(self.second(x) * part)
+        return out
+
+
+def _staged(copies: bool) -> tuple[str, ...]:
+    """What a pipeline is refused with, and its smallest change."""
+    case = Case(partial(Sliced, copies=copies), CASES["resnet-group-norm"].batch)
+    try:
+        spread(case, "pp=2 schedule=1f1b microbatches=2 stages=second")
+    except (ModelError, RankError) as error:
+        return error.what, *error.hints
+    return ("applied",)
+
+
+@pytest.mark.dist
+def test_a_stage_that_cannot_be_sent_what_it_needs_is_refused_before_any_step(pool: Pool) -> None:
+    _, second = pool.run(_staged, False, world_size=2)
+    assert second == (
+        "`first` returns a part of the batch or of a buffer, which cannot be sent to stage 1,"
+        " after it",
+        "let it return its `.clone()`",
+    )
+    assert pool.run(_staged, True, world_size=2) == [("applied",)] * 2
