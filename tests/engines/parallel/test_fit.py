@@ -263,8 +263,8 @@ def test_after_a_signal_a_save_waits_for_other_ranks_as_long_as_the_scheduler_do
     pool: Pool, tmp_path: Path
 ) -> None:
     """The job itself would wait for a minute."""
-    told, waited_s = pool.run(_absent_from_the_save, str(tmp_path), world_size=2)[0]
-    assert re.fullmatch("rank 1 did not answer within [12] s", told)
+    error, waited_s = pool.run(_absent_from_the_save, str(tmp_path), world_size=2)[0]
+    assert re.fullmatch("rank 1 did not answer within [12] s", error)
     assert waited_s < 30
 
 
