@@ -83,16 +83,18 @@ def styles_of(
 ) -> dict[str, tuple[Style, ...]]:
     """The styles of every module that a pattern of `pairs` fits, in the order of `names`.
 
+    A style that several patterns give a module is one style.
+
     Raises:
         UnknownNameError: a pattern fits no module, or a style does not exist.
     """
-    styles: dict[str, list[Style]] = {}
+    styles: dict[str, dict[Style, None]] = {}
     for pattern, text in pairs:
         fitting = [name for name in names if matches(pattern, name)]
         if not fitting:
             raise UnknownNameError("module", pattern, names, where=f"tensor style `{text}`")
         for name in fitting:
-            styles.setdefault(name, []).append(Style.parse(text))
+            styles.setdefault(name, {})[Style.parse(text)] = None
     return {name: tuple(styles[name]) for name in names if name in styles}
 
 
@@ -109,9 +111,18 @@ def as_pairs(
         blocks: paths of the repeated blocks, whose numbers a `*` stands for; None: of all numbers.
     """
     patterns = {name: _pattern(name, blocks) for name in names}
-    different: dict[str, set[tuple[Style, ...] | None]] = {}
-    for name, pattern in patterns.items():
-        different.setdefault(pattern, set()).add(tuple(styles[name]) if name in styles else None)
+    alike: dict[str, list[str]] = {}
+    for name in patterns:
+        alike.setdefault(without_numbers(name), []).append(name)
+    # The blocks of a network may lie at several depths: a pattern of some fits parts of others.
+    different = {
+        pattern: {
+            tuple(styles[name]) if name in styles else None
+            for name in alike[without_numbers(pattern)]
+            if matches(pattern, name)
+        }
+        for pattern in set(patterns.values())
+    }
     pairs: dict[tuple[str, str], None] = {}
     for name, entries in styles.items():
         pattern = patterns[name]

@@ -37,3 +37,20 @@ def test_equal_blocks_are_written_as_one_pattern_and_unequal_ones_by_name() -> N
     pairs = as_pairs(styles, NAMES)
     assert pairs == (("h.*.up", "column"), ("h.1.down", "row"))
     assert styles_of(pairs, NAMES) == styles
+
+
+# As in MobileViT: a block of the outer list opens into blocks of its own.
+DEPTHS = ["s.0.h.0.up", "s.1.h.0.up", "s.1.h.1.up", "s.2.up"]
+BLOCKS = {"s.0", "s.1.h.0", "s.1.h.1", "s.2"}
+
+
+def test_a_pattern_of_deeper_blocks_gives_no_style_to_layers_that_are_whole() -> None:
+    styles = {name: (Style(kind=Kind.GATHER),) for name in DEPTHS[1:3]}
+    assert styles_of(as_pairs(styles, DEPTHS, blocks=BLOCKS), DEPTHS) == styles
+
+
+def test_a_style_that_two_patterns_give_a_layer_is_one_style() -> None:
+    styles = {name: (Style(kind=Kind.GATHER),) for name in DEPTHS}
+    pairs = as_pairs(styles, DEPTHS, blocks=BLOCKS)
+    assert {"s.*.h.0.up", "s.*.h.*.up"} <= {pattern for pattern, _ in pairs}
+    assert styles_of(pairs, DEPTHS) == styles
