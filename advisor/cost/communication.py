@@ -103,16 +103,13 @@ def stage_exchange(
     ledger: Ledger,
     *,
     has_host: bool,
-    root_gathers: int,
     reduced_share: float = 1.0,
     stack: Stack = TORCH,
 ) -> Exchange:
     """Collectives of one pipeline stage.
 
-    FSDP2 gathers as without stages, and reduces when a round ends, ZeRO-1 after the last one.
-
-    Args:
-        root_gathers: number of gathers of the root group, if it is not gathered once a step.
+    FSDP2 gathers units as without stages, the root group once a round; it reduces when a round is
+    over, ZeRO-1 after the last one.
     """
     inside = _inside(plan, loads, ledger, stack=stack)
     if not plan.data_parallel.is_sharded:
@@ -123,7 +120,7 @@ def stage_exchange(
         loads,
         ledger,
         has_host=has_host,
-        root_gathers=root_gathers,
+        root_gathers=rounds_of(plan),
         reductions=rounds_of(plan),
         reduced_share=reduced_share,
         stack=stack,

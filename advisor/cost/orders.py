@@ -183,38 +183,6 @@ def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     yield from order
 
 
-@lru_cache(maxsize=8192)
-def gathers_of_root(
-    schedule: Schedule, rank: int, *, ranks: int, stages: int, microbatches: int
-) -> int:
-    """Number of gathers of FSDP2's root group on a rank per round.
-
-    Every backward reshards it (engines/data/fsdp.py); forwards gather it again, and so do backwards
-    of the last stage, the only one whose forward reaches the model's end, which announces a
-    backward to FSDP2.
-    """
-    match schedule:
-        case Schedule.NAIVE:
-            return microbatches
-        case Schedule.GPIPE:
-            return microbatches if rank == ranks - 1 else 1
-        case Schedule.ONE_F_ONE_B:
-            return 1 + microbatches - min(microbatches, ranks - rank)
-        case _:
-            # Once the pipeline is full every forward follows a backward.
-            shown = min(microbatches, FULL_AFTER * ranks + microbatches % ranks)
-            order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
-            gathers, is_gathered = 0, False
-            for kind, stage, _ in order:
-                needs_root = kind is PassKind.FORWARD or (
-                    stage == stages - 1 and kind is not PassKind.WEIGHT
-                )
-                if needs_root and not is_gathered:
-                    gathers, is_gathered = gathers + 1, True
-                is_gathered = is_gathered and kind not in (PassKind.BACKWARD, PassKind.INPUT)
-            return gathers + (microbatches - shown) * stages // ranks
-
-
 class InFlight(NamedTuple):
     """Microbatches in flight on a rank when an action begins.
 

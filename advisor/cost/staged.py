@@ -18,7 +18,7 @@ from advisor.cost.ledger import Ledger
 from advisor.cost.loads import Loads, combined
 from advisor.cost.memory import Peak, shard_degree
 from advisor.cost.offload import filed_s
-from advisor.cost.orders import SPLITS_BACKWARD, InFlight, gathers_of_root, moments, stages_of
+from advisor.cost.orders import SPLITS_BACKWARD, InFlight, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, play, sends_late
 from advisor.cost.replay import backward, forward
 from advisor.cost.small_collectives import small_collectives_s, summed_s
@@ -223,13 +223,6 @@ def _charged(
     """Charge all of a rank's communication in a step; return the seconds of small collectives
     too."""
     ledger = model.ledger()
-    gathers = layout.rounds * gathers_of_root(
-        layout.schedule,
-        rank,
-        ranks=plan.pp,
-        stages=len(layout.stages),
-        microbatches=layout.in_round,
-    )
     # FSDP2's root group belongs to the rank, whichever of its stages has the parameters.
     parts = combined([stage.part for stage in layout.of(rank)])
     stage_exchange(
@@ -237,7 +230,6 @@ def _charged(
         parts,
         ledger,
         has_host=model.overlaps,
-        root_gathers=gathers,
         reduced_share=model.reduced_share,
         stack=model.stack,
     )
@@ -274,7 +266,6 @@ def _stage(
         part,
         model.ledger(),
         has_host=model.overlaps,
-        root_gathers=1,
         reduced_share=model.reduced_share,
         stack=model.stack,
     )

@@ -156,9 +156,15 @@ def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:
 
 @contextmanager
 def whole_gradients(root: FSDPModule, plan: Plan, *, last: bool) -> Iterator[None]:
-    """Around a round of a pipeline: keep gradients whole inside, and reduce them at its end."""
+    """Around a round of a pipeline: keep gradients whole inside, and reduce them at its end.
+
+    So are the parameters of the root group. For a backward FSDP2 gathers them again where the
+    model's forward ended, which most stages do not reach: the backward of the next microbatch would
+    read freed memory.
+    """
     root.set_requires_gradient_sync(False)
     root.set_reshard_after_backward(plan.data_parallel not in _KEEP_PARAMETERS)
+    root.set_reshard_after_backward(False, recurse=False)
     root.set_is_last_backward(False)
     yield
     if last or plan.data_parallel is not DataParallel.ZERO1:

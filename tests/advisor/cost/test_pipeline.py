@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from random import Random
 from unittest.mock import Mock
@@ -16,7 +15,6 @@ from advisor.cost.orders import (
     Action,
     Order,
     PassKind,
-    gathers_of_root,
     moments,
     orders,
     stages_of,
@@ -309,23 +307,6 @@ def test_moments_cover_the_most_microbatches_in_flight(schedule: Schedule) -> No
         assert not any(in_flight.values())
         shown = [max(moment.saved[n] for moment in per_rank[rank]) for n in range(len(own))]
         assert shown == list(fullest.values())
-
-
-@pytest.mark.parametrize("schedule", list(Schedule))
-def test_the_root_group_is_gathered_only_where_it_is_not_resident(
-    schedule: Schedule,
-) -> None:
-    for microbatches in (3, 12, 42):
-        stages = 3 * (1 if schedule in ONE_STAGE else 2)
-        shape = {"ranks": 3, "stages": stages, "microbatches": microbatches}
-        for rank, order in enumerate(orders(schedule, **shape)):
-            letters = "".join(
-                "F" if kind is PassKind.FORWARD else "L" if stage == stages - 1 else "b"
-                for kind, stage, _ in order
-                if kind is not PassKind.WEIGHT
-            )
-            asked = re.findall("(?<!F)[FL]", letters)  # not after a forward, which left it gathered
-            assert gathers_of_root(schedule, rank, **shape) == len(asked)
 
 
 def test_a_stage_with_an_unsplit_backward_frees_its_activations_with_the_input_gradient() -> None:
