@@ -30,6 +30,7 @@ from profiles.torch_compat import (
     without_onednn,
 )
 
+PART = "part of the batch or of a buffer"
 _LOW = torch.bfloat16
 _PLAIN = int | float | str | bool | torch.dtype | torch.device | None
 
@@ -56,6 +57,27 @@ class ReturnedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class ReturnedParameter:
+    """A parameter that a call returns, or a view of one: a stage that uses it holds it."""
+
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """The same view of a live parameter; the parameter itself where that is returned."""
+        given = self.shape, self.stride, self.offset
+        if given == (parameter.shape, parameter.stride(), parameter.storage_offset()):
+            return parameter
+        return parameter.as_strided(self.shape, self.stride, self.offset)
+
+    def blank(self, parameter: Tensor, device: torch.device) -> Tensor:
+        """Zeros in its place."""
+        return torch.zeros((), dtype=parameter.dtype, device=device).expand(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
 class ReturnedObject:
     """An object among the leaves: `argument` if one is returned, else it cannot be made without
     running the unit."""
@@ -70,7 +92,8 @@ class RecordedCall:
 
     Attributes:
         number: of the call in the flow.
-        leaves: `ReturnedTensor`, `ReturnedObject` or a plain value; `structure`: their tree.
+        leaves: `ReturnedTensor`, `ReturnedParameter`, `ReturnedObject` or a plain value;
+            `structure`: their tree.
     """
 
     unit: str
@@ -124,7 +147,7 @@ def record(
         number = numbers[len(calls)] if len(calls) < len(numbers) else -1
         leaves, structure = flatten(output)
         arguments, _ = flatten((args, kwargs))
-        called = tuple(_leaves(leaves, arguments, known))
+        called = tuple(_leaves(leaves, arguments, known, names_of))
         calls.append(RecordedCall(unit, number, called, structure))
         return output
 
@@ -233,24 +256,34 @@ class _WriteGuard(FakeRunMode):
 
 
 def _leaves(
-    leaves: Sequence[object], arguments: Sequence[object], known: Container[int]
+    leaves: Sequence[object],
+    arguments: Sequence[object],
+    known: Container[int],
+    parameters: Mapping[int, str],
 ) -> Iterator[object]:
-    """`known`: ids of storages of the batch, parameters and buffers: the flow does not follow
-    parts of those, so a stub cannot return them."""
+    """Args:
+    known: ids of storages of the batch, parameters and buffers. The flow does not follow parts of
+        those; of parameters a stub returns its stage's own, of others it can return none.
+    parameters: names by the ids of their storages.
+    """
     positions = {id(a): n for n, a in enumerate(arguments) if not isinstance(a, _PLAIN)}
     value = -1
     for leaf in leaves:
         value += isinstance(leaf, Tensor)
         argument = positions.get(id(leaf))
-        if isinstance(leaf, Tensor) and (argument is not None or id(storage_of(leaf)) not in known):
+        memory = id(storage_of(leaf)) if isinstance(leaf, Tensor) else 0
+        if isinstance(leaf, Tensor) and (argument is not None or memory not in known):
             stride = _own_stride(leaf)
             yield ReturnedTensor(
                 value, leaf.shape, stride, leaf.dtype, leaf.requires_grad, argument
             )
         elif isinstance(leaf, _PLAIN):
             yield leaf
+        elif isinstance(leaf, Tensor) and memory in parameters:
+            offset = int(leaf.storage_offset())
+            yield ReturnedParameter(parameters[memory], leaf.shape, leaf.stride(), offset)
         elif isinstance(leaf, Tensor):
-            yield ReturnedObject("part of the batch or of a buffer")
+            yield ReturnedObject(PART)
         else:
             yield ReturnedObject(type(leaf).__name__, argument)
 

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from engines.pipeline.hooks import UserHooks
 from engines.pipeline.recording import (
+    PART,
     RecordedCall,
     Recording,
     ReturnedObject,
+    ReturnedParameter,
     ReturnedTensor,
     intercepted,
 )
@@ -135,6 +137,11 @@ class Replay:
         arguments, _ = flatten(inputs)
 
         def leaf(recorded: object) -> object:
+            if isinstance(recorded, ReturnedParameter):
+                parameter = self._model.get_parameter(recorded.name)
+                if recorded.name in self.segment.parameters:
+                    return recorded.of(parameter)
+                return recorded.blank(parameter, self.device)
             if isinstance(recorded, ReturnedTensor):
                 arrived = arrivals.get((call.number, recorded.value))
                 if arrived is not None:
@@ -180,8 +187,9 @@ class Replay:
             objects = [leaf for leaf in call.leaves if isinstance(leaf, ReturnedObject)]
             unknown = next((leaf.kind for leaf in objects if leaf.argument is None), None)
             if unknown is not None:
+                instead = "tensors, or switch the cache off (`use_cache=False`)"
                 raise ModelError(
                     f"`{call.unit}` returns a {unknown}, which cannot be sent to stage"
                     f" {self.segment.index}, after it",
-                    hints=["let it return tensors, or switch the cache off (`use_cache=False`)"],
+                    hints=[f"let it return {'its `.clone()`' if unknown == PART else instead}"],
                 )

@@ -136,6 +136,7 @@ class TraceMode(FakeRunMode):
 
     def enter(self, scope: Scope, inputs: object) -> None:
         """Begin a call with these inputs."""
+        self._share(tensors_in(inputs))
         self._mark(inputs)
         self._chains.hand_on(map(self.storages.memory_of, tensors_in(inputs)))
         is_outermost = not self._callers
@@ -310,6 +311,7 @@ class TraceMode(FakeRunMode):
         makes_storage = self.storages.notice(operator, inputs, outputs, part)
         if not self._in_backward:
             self._layers.operation(inputs, outputs)
+            self._share(inputs)
             if self.copies is not None:
                 self.copies.operation(operator, inputs, outputs, self.asked)
         if not launches(operator, makes_storage=makes_storage):
@@ -334,15 +336,22 @@ class TraceMode(FakeRunMode):
         draws = torch.Tag.nondeterministic_seeded in operator.tags
         self.flow.operation(inputs, outputs, written, draws=draws)
         for tensor in inputs:
-            holders = self.storages.holders_of(tensor)
-            if holders and part is not None:
+            if part is not None and self.storages.holders_of(tensor):
                 name = self.storages.parameter_name(tensor)
                 part.parameters[name] = self._gradient_bytes.get(name, 0)
-            if holders and self.scope.name not in holders:
-                self.shared |= holders  # used outside its own unit
         if self.scope.is_block and operator in self._kept_operators:
             for tensor in outputs:
                 self.storages.keep(tensor, self.scope)
+
+    def _share(self, tensors: Iterable[Tensor]) -> None:
+        """Note the parameters among `tensors` that the unit whose code runs does not hold.
+
+        FSDP2 gathers those of a unit for its call: a view made before is a view of a shard.
+        """
+        for tensor in tensors:
+            holders = self.storages.holders_of(tensor)
+            if holders and self.scope.name not in holders:
+                self.shared |= holders
 
     def _move(
         self, operator: Operator, chain: Chain, inputs: list[Tensor], outputs: list[Tensor]

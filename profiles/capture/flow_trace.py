@@ -116,8 +116,9 @@ class FlowTrace:
                 _value(tensor, depends_on_parameters=call.uses_parameters or bool(holders))
             )
             memory = self._storages.memory_of(tensor)
-            # What was there before and is handed through as it was, comes from where it came from.
-            if memory is not None and (memory >= 0 or memory in call.changed or holders):
+            # What was there before and is handed through as it was, comes from where it came from:
+            # a parameter is one wherever it is used.
+            if memory is not None and (memory >= 0 or memory in call.changed):
                 returned.setdefault(memory, {})[len(call.values) - 1] = tensor
         for memory, tensors in returned.items():
             self._put(memory, [(number, value) for value in tensors])

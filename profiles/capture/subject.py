@@ -49,11 +49,15 @@ class TracedModel:
         for path, parameter in self.model.named_parameters(remove_duplicate=False):
             self.parameters[id(parameter)] = parameter
             self.names.setdefault(id(parameter), []).append(path)
+        units_of: dict[int, list[str]] = {}  # a module may be registered in several
+        for unit in self.units:
+            for module in unit.module.modules():
+                units_of.setdefault(id(module), []).append(unit.name)
         for module in self.model.modules():
             for parameter in module.parameters(recurse=False):
                 holders = self.holders.setdefault(id(parameter), [])
-                if self.owners[id(module)] not in holders:
-                    holders.append(self.owners[id(module)])
+                units = units_of.get(id(module), [self.owners[id(module)]])
+                holders += [name for name in units if name not in holders]
         first = {key: names[0] for key, names in self.names.items()}
         self.layers = {unit.name: layer_shapes(unit, first) for unit in self.units}
 

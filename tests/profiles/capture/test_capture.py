@@ -13,6 +13,7 @@ from profiles.capture.trace_step import trace_step
 from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitCost
 from profiles.trace.tally import affine
 from tests.engines.cases import CASES, Block, TinyGPT, token_loss
+from tests.engines.outside import OUTSIDE
 from tests.profiles.capture.measured import measure, peak_of_a_run
 
 AS_BUILT = Numerics.AS_BUILT
@@ -267,6 +268,22 @@ def test_a_weight_used_by_code_outside_its_unit_makes_it_shared() -> None:
     profile = capture(Functional(), case.batch(2), loss_fn=token_loss)
     assert [unit.name for unit in profile.units if unit.is_shared] == ["embed"]
     assert not any(u.is_shared for u in capture(TinyGPT(), case.batch(2), loss_fn=token_loss).units)
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [
+        ("Latents", {"latents", "decoder"}),  # returned to other code; asked for before its call
+        ("Borrowed", {"blocks.0", "blocks.1", "blocks.2"}),  # views, made by the caller
+        ("OneNorm", {"blocks.0", "blocks.1", "blocks.2"}),  # one module in all of them
+    ],
+)
+def test_a_unit_with_parameters_that_others_use_or_hand_to_it_is_shared(
+    name: str, shared: set[str]
+) -> None:
+    case = OUTSIDE[name]
+    units = capture(case.build(), case.batch(2), loss_fn=case.loss_fn).units
+    assert {unit.name for unit in units if unit.is_shared} == shared
 
 
 def test_facts_of_the_model_and_its_batch() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from profiles.model.flow import GLUE
 from tests.profiles.model.flows import WIDTH, flow_of, linear, names
 
 
@@ -206,11 +207,11 @@ class Prompted(nn.Module):
         return out
 
 
-def test_a_parameter_that_a_unit_returns_is_a_value_of_it() -> None:
+def test_a_parameter_that_a_unit_returns_is_a_parameter_where_it_is_taken() -> None:
     flow = flow_of(Prompted())
-    assert names(flow) == [("first", "second"), ("prompt", "second")]
-    assert all(value.depends_on_parameters for value in flow.crossing(2))
-    assert len(flow.crossing(2)) == 2
+    assert names(flow) == [("first", "second"), (GLUE, "second")]
+    assert [call.parameters for call in flow.calls if call.unit == GLUE] == [("prompt.table",)]
+    assert len(flow.crossing(2)) == 1
 
 
 class Gives:

@@ -1,0 +1,41 @@
+"""Parameters that are used outside of their module, or of its call, train like on one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.outside import OUTSIDE
+from tests.engines.parity import local_rows, reference_loss, relative, spread
+from tests.matrix.cell import TOLERANCE, relative_errors
+from tests.workers import Pool
+
+ROWS = 8
+STAGES = "schedule=1f1b microbatches=2 stages=blocks.1"
+PLANS = {
+    "dp_replicate=2": 2,
+    "dp_shard=2": 2,
+    f"pp=2 {STAGES}": 2,
+    f"pp=2 dp_shard=2 {STAGES}": 4,
+}
+"""With their ranks."""
+
+
+def _errors(name: str, plan: str) -> tuple[float, float]:
+    case = OUTSIDE[name]
+    reference, parallel = spread(case, plan)
+    batch = case.batch(ROWS)
+    wanted = reference_loss(reference, case, batch)
+    wanted.backward()
+    loss = parallel.forward_backward(local_rows(parallel, batch, ROWS))
+    gradients = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    errors = relative_errors(parallel.full_gradients(), gradients)
+    return relative(loss, wanted.detach()), max(errors.values())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_loss_and_gradients_are_those_of_one_process(name: str, plan: str, pool: Pool) -> None:
+    for loss, gradient in pool.run(_errors, name, plan, world_size=PLANS[plan]):
+        assert loss < TOLERANCE
+        assert gradient < TOLERANCE
