@@ -104,7 +104,7 @@ class Sliced(nn.Module):
 
 
 def _staged(copies: bool) -> tuple[str, ...]:
-    """What a pipeline is refused with, and its smallest change."""
+    """The refusal of a pipeline, and its smallest change."""
     case = Case(partial(Sliced, copies=copies), CASES["resnet-group-norm"].batch)
     try:
         spread(case, "pp=2 schedule=1f1b microbatches=2 stages=second")

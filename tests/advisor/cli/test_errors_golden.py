@@ -299,7 +299,7 @@ class TestUsage:
 
 
 class TestRun:
-    """What torchrun would say after seconds, or in an `argparse` of its own."""
+    """Errors that torchrun would report after seconds, or in an `argparse` of its own."""
 
     def test_without_a_script(self) -> None:
         refused("script_missing", "run", "--nproc-per-node", "4")

@@ -39,7 +39,7 @@ class Started:
         self.line = list(line[1:])
 
     def words(self, *args: str) -> list[str]:
-        """What torchrun is given."""
+        """Arguments given to torchrun."""
         result = CliRunner().invoke(cli, ["run", *args])
         assert result.exit_code == 0, result.output
         assert self.line[:2] == ["-m", "torch.distributed.run"]

@@ -13,7 +13,7 @@ from profiles.capture.trace_step import trace_step
 from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitCost
 from profiles.trace.tally import affine
 from tests.engines.cases import CASES, Block, TinyGPT, token_loss
-from tests.engines.outside import OUTSIDE
+from tests.engines.shared_parameters import OUTSIDE
 from tests.profiles.capture.measured import measure, peak_of_a_run
 
 AS_BUILT = Numerics.AS_BUILT

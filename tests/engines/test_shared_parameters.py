@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.outside import OUTSIDE
+from tests.engines.shared_parameters import OUTSIDE
 from tests.engines.parity import local_rows, reference_loss, relative, spread
 from tests.matrix.cell import TOLERANCE, relative_errors
 from tests.workers import Pool
