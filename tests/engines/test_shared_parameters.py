@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.shared_parameters import OUTSIDE
 from tests.engines.parity import local_rows, reference_loss, relative, spread
+from tests.engines.shared_parameters import OUTSIDE
 from tests.matrix.cell import TOLERANCE, relative_errors
 from tests.workers import Pool
 
