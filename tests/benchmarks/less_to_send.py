@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from advisor.auto.facts_from_module import look
+from advisor.auto.facts_from_module import facts_from_module
 from advisor.cost import estimate
 from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.inputs.facts import Facts
@@ -129,7 +129,7 @@ def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 def facts_on(cluster: ClusterProfile) -> Facts:
     """The model's training on these machines."""
     tokens = torch.zeros(ROWS, SEQUENCE, dtype=torch.long)
-    return look(
+    return facts_from_module(
         built(),
         (tokens, tokens),
         loss_fn=loss,

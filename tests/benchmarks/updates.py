@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from advisor.auto.facts_from_module import look
+from advisor.auto.facts_from_module import facts_from_module
 from advisor.cost import estimate
 from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.inputs.facts import Facts
@@ -141,7 +141,7 @@ def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 def facts_on(cluster: ClusterProfile) -> Facts:
     """The model's training on these machines."""
-    return look(
+    return facts_from_module(
         built(),
         batch_of_a_rank(),
         loss_fn=loss,

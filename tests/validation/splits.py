@@ -161,7 +161,7 @@ def repriced() -> Report:
 
 def priced(point: Point, ground: Ground) -> Point:
     """With what is predicted for its plan today, from blocks timed at the rows of a microbatch."""
-    from advisor.auto.facts_from_module import look
+    from advisor.auto.facts_from_module import facts_from_module
     from advisor.auto.measure import OPTIMIZERS, repeated
     from advisor.cost import estimate
     from advisor.inputs.models import load_model
@@ -169,7 +169,7 @@ def priced(point: Point, ground: Ground) -> Point:
 
     loaded = load_model(MODEL, samples=FEWEST_ROWS, sequence_length=None)
     rows = max(FEWEST_ROWS, point.plan.microbatch_size or GLOBAL_BATCH)
-    facts = look(
+    facts = facts_from_module(
         loaded.module,
         repeated(loaded.sample, rows),
         loss_fn=loaded.loss_fn,
