@@ -48,9 +48,16 @@ class Heartbeat:
         self._thread.join(timeout=EVERY_S)
 
     def _run(self) -> None:
-        beats, seen, since = 0, "", time.monotonic()
+        beats, seen = 0, ""
+        since = last = time.monotonic()
         while not self._ended.wait(EVERY_S) and dist.group.WORLD is self._group:
             beats += 1
+            now, before = time.monotonic(), last
+            last = now
+            if now - before > SILENT_S / 2:
+                since = (
+                    now  # this rank stood still itself: all may have, in a job that was suspended
+                )
             try:
                 self._store.set(f"{_ALIVE}{self._rank}", str(beats))
                 latest = seen
@@ -61,8 +68,8 @@ class Heartbeat:
             except RuntimeError:
                 latest, problem = seen, "the rendezvous store does not answer"
             if latest != seen or not seen:  # not seen: the next rank does not beat yet
-                seen, since = latest, time.monotonic()
-            elif seen != _LEFT and time.monotonic() - since > SILENT_S:
+                seen, since = latest, now
+            elif seen != _LEFT and now - since > SILENT_S:
                 publish_failure(f"{problem} (for {SILENT_S:.0f} s)", self._store)
                 close_all_connections()
                 return
