@@ -180,8 +180,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._is_pending = False
         self._is_unchecked = False
         optimizer.register_step_pre_hook(self._before_update)
-        if not self._job.is_fake:
-            start_heartbeat()
+        if not self._job.is_fake and plan.updates_in_step:
+            start_heartbeat()  # other plans go on without a lost rank
         self.step = 0
         self._objects: dict[str, Stateful] = {}
         self._loaders: list[weakref.ref[ShardedLoader]] = []
