@@ -1,17 +1,13 @@
-"""The training that is killed: a small GPT with dropout, shuffled data and a cosine schedule.
-
-    torchrun --nproc-per-node 4 -m tests.soak.training FOLDER --plan "dp_shard=4" --steps 300
-
-Every rank writes a line for each step, and one for each start, into `FOLDER/steps.RANK`.
-"""
+"""The training that is killed: a small GPT with dropout, shuffled data and a cosine schedule."""
 
 from __future__ import annotations
 
-import argparse
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -69,6 +65,8 @@ def build(plan: str, *, steps: int) -> tuple[ParallelModel, CosineAnnealingLR]:
 
     What the plan leaves open is decided by facts of a machine that never change.
     """
+    random.seed(3)
+    np.random.seed(3)
     torch.manual_seed(3)
     sample = torch.zeros(BATCH // 4, LENGTH, dtype=torch.int64)
     parallel = auto_parallelize(
@@ -86,17 +84,18 @@ def build(plan: str, *, steps: int) -> tuple[ParallelModel, CosineAnnealingLR]:
     return parallel, CosineAnnealingLR(parallel.optimizer, T_max=steps)
 
 
-def main() -> None:
-    """Train as the command line says, from where the last attempt came to."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--plan", required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--save-every", type=int, default=10)
-    given = parser.parse_args()
+def train(folder: Path, plan: str, steps: int, save_every: int) -> None:
+    """Train from where the last attempt came to.
+
+    Each rank writes into `folder`: its process into `process.RANK`, and into `steps.RANK` a line
+    for each step, and one for the step that an attempt began after.
+    """
+    rank = os.environ["RANK"]
+    (folder / f"process.{rank}").write_text(identity(os.getpid()))
     torch.set_num_threads(1)
-    parallel, scheduler = build(given.plan, steps=given.steps)
-    with open(given.folder / f"steps.{os.environ['RANK']}", "a", buffering=1) as lines:
+    parallel, scheduler = build(plan, steps=steps)
+    with open(folder / f"steps.{rank}", "a", buffering=1) as lines:
+        first = [True]
 
         def note(step: int, loss: Tensor) -> None:
             if first:
@@ -104,17 +103,22 @@ def main() -> None:
                 first.clear()
             lines.write(f"{step} {loss.item().hex()}\n")
 
-        first = [True]
         parallel.fit(
             global_batches(),
-            steps=given.steps,
-            save=given.folder / "saves",
-            save_every=given.save_every,
+            steps=steps,
+            save=folder / "saves",
+            save_every=save_every,
             scheduler=scheduler,
             on_step=note,
         )
     leave_world()
 
 
-if __name__ == "__main__":
-    main()
+def identity(pid: int) -> str:
+    """A process by its number and its time of start; empty where it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state in "ZX" else f"{pid} {fields[18]}"

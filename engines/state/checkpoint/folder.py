@@ -34,6 +34,8 @@ from profiles.units import KIB
 LATEST, LOCK, PLANNED = "latest", "lock", "files.json"
 STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _PARTIAL, _DELETED = ".partial-", ".deleted-"
+_POINTER = re.compile(rf"\.{LATEST}-[0-9a-f]{{8}}")
+"""One that was not renamed to `latest` any more."""
 PATIENCE_S = 5.0
 """Time that a job which was told to end has left to let go of the folder."""
 _LOCKS: dict[str, CheckpointLock] = {}
@@ -145,15 +147,28 @@ def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> None:
 def _clear(root: Path) -> None:
     """Remove what saves and deletions left that were interrupted; this job has the lock."""
     for path in root.iterdir():
-        with contextlib.suppress(OSError, FileError, ValueError, TypeError):
+        with contextlib.suppress(OSError, FileError):
             if path.is_symlink():
                 continue
             if path.name.startswith(_DELETED):
                 _delete(path)
             elif path.name.startswith(_PARTIAL):
-                planned = json_value(read_text(path / PLANNED))
-                files = [name for name in planned if FILE_NAME.fullmatch(name)]
-                _remove(path, [*files, MANIFEST, PLANNED])
+                _remove(path, [*_planned(path), MANIFEST, PLANNED])
+            elif _POINTER.fullmatch(path.name):
+                path.unlink()
+
+
+def _planned(partial: Path) -> list[str]:
+    """Files of an interrupted save: as it planned them; as its manifest has them, from when all
+    were written on; none where it died before both, and so before the first of them."""
+    try:
+        if (partial / PLANNED).exists():
+            names = json_value(read_text(partial / PLANNED))
+        else:
+            names = list(read_manifest(partial).files)
+        return [name for name in names if FILE_NAME.fullmatch(name)]
+    except (OSError, FileError, ValueError, TypeError):
+        return []
 
 
 def _delete(path: Path) -> None:

@@ -92,6 +92,29 @@ def test_a_save_that_died_is_cleared_by_the_next(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "lock", "step-00000002"]
 
 
+@pytest.mark.parametrize("left", ["folder", "list", "manifest"])
+def test_a_save_that_died_first_or_last_is_cleared_too(tmp_path: Path, left: str) -> None:
+    """Before its list of files or in it, and between its manifest and its name."""
+    dead = SaveFolder(tmp_path, step=1, ranks=[0])
+    planned = dead.partial / "files.json"
+    if left == "list":
+        planned.write_text('["rank-0')
+    else:
+        planned.unlink()
+    if left == "manifest":
+        complete = save(tmp_path / "other", 1)
+        for path in complete.iterdir():
+            path.rename(dead.partial / path.name)
+    (tmp_path / ".latest-0123abcd").write_text("step-00000001\n")
+    save(tmp_path, 2)
+    assert names(tmp_path) == [
+        "latest",
+        "lock",
+        *(["other"] * (left == "manifest")),
+        "step-00000002",
+    ]
+
+
 def test_a_link_in_place_of_a_save_is_not_followed(tmp_path: Path) -> None:
     other, root = tmp_path / "other", tmp_path / "run"
     other.mkdir()

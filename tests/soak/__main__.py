@@ -1,0 +1,99 @@
+"""`python -m tests.soak`: kill trainings and saves, and keep what came of it.
+
+    --plan NAME        these plans (may be given again); else all six
+    --kills N          of ranks and launchers in each training (25)
+    --steps N          of each training (300)
+    --seed N           of the times and the victims (0)
+    --quick            one plan on two ranks, 60 steps, 3 kills; nothing is written
+    --crash-points     break saves off at every file event instead
+    --out FILE         tests/validation/soak.json unless named; other parts of it stay
+    --show             print the table of FILE
+
+The exit status is 1 where a training or a load differs from what it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from tests.soak.crash_points import crash_points
+from tests.soak.killing import soaked
+from tests.soak.report import REPORT, Report, table
+from tests.soak.training import PLANS
+
+QUICK = {"zero3": "dp_shard=2"}
+
+
+def main() -> int:
+    given = _parser().parse_args()
+    report = Report.load(given.out) if given.out.exists() and not given.quick else Report()
+    if given.show:
+        _say(table(report))
+        return 0
+    report = report.model_copy(
+        update={
+            "measured_at": datetime.now(UTC).isoformat(timespec="minutes"),
+            "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+            "torch": torch.__version__,
+            "seed": given.seed,
+        }
+    )
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    plans = QUICK if given.quick else {name: PLANS[name] for name in given.plan or PLANS}
+    parts = ["crash points"] if given.crash_points else list(plans)
+    for part in parts:
+        if given.crash_points:
+            points = tuple(crash_points(ranks, folder / str(ranks)) for ranks in (1, 2))
+            report = report.model_copy(update={"crash_points": points})
+        else:
+            result = soaked(
+                part,
+                plans[part],
+                folder=folder / part,
+                steps=60 if given.quick else given.steps,
+                save_every=10,
+                kills=3 if given.quick else given.kills,
+                seed=given.seed,
+            )
+            others = [each for each in report.trainings if each.name != part]
+            order = [*PLANS]
+            every = sorted([*others, result], key=lambda each: order.index(each.name))
+            report = report.model_copy(update={"trainings": tuple(every)})
+            shutil.rmtree(folder / part)
+        if not given.quick:
+            report.save(given.out)
+    _say(table(report))
+    shutil.rmtree(folder)
+    return 1 if report.differences else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plan", action="append", choices=list(PLANS))
+    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--crash-points", action="store_true")
+    parser.add_argument("--out", type=Path, default=REPORT)
+    parser.add_argument("--show", action="store_true")
+    return parser
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Results of the soak: trainings under kills, and saves broken off at every file event."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from profiles.record import Document, Record
+
+REPORT = Path(__file__).parents[1] / "validation" / "soak.json"
+
+
+class Soaked(Record):
+    """A training that was killed again and again, compared with one that was left alone.
+
+    Attributes:
+        kills: by what was killed and when, as "rank, save" or "launcher, start".
+        attempts: times that the ranks were started.
+        repeated_steps: steps that were done more than once, over all attempts.
+        differences: the first ones; none where losses and the final state are equal bit for bit
+            and no complete save was lost.
+    """
+
+    name: str
+    plan: str
+    ranks: int
+    steps: int
+    kills: dict[str, int]
+    attempts: int
+    repeated_steps: int
+    seconds: float
+    differences: tuple[str, ...] = ()
+
+
+class CrashPoints(Record):
+    """Saves of two states, each ended by SIGKILL at another file event of one rank.
+
+    Attributes:
+        points: file events of each rank's save.
+        old, new: loads afterwards that gave the state before, or the one being saved.
+        differences: of loads that gave neither.
+    """
+
+    ranks: int
+    points: tuple[int, ...]
+    old: int
+    new: int
+    differences: tuple[str, ...] = ()
+
+
+class Report(Document):
+    """All of it, with the machine and the seed."""
+
+    measured_at: str = ""
+    machine: str = ""
+    torch: str = ""
+    seed: int = 0
+    trainings: tuple[Soaked, ...] = ()
+    crash_points: tuple[CrashPoints, ...] = ()
+
+    @property
+    def differences(self) -> list[str]:
+        """Of all parts."""
+        return [text for part in (*self.trainings, *self.crash_points) for text in part.differences]
+
+
+def table(report: Report) -> str:
+    """One line for each plan and each number of ranks."""
+    lines = [f"{report.machine}, torch {report.torch}, {report.measured_at}, seed {report.seed}"]
+    for each in report.trainings:
+        kills = ", ".join(f"{count} {what}" for what, count in sorted(each.kills.items()))
+        lines.append(
+            f"{each.name:6} {each.plan}: {each.steps} steps on {each.ranks} ranks,"
+            f" {sum(each.kills.values())} kills ({kills}), {each.repeated_steps} steps repeated,"
+            f" {each.seconds:.0f} s: {_verdict(each.differences)}"
+        )
+    for points in report.crash_points:
+        count = " + ".join(map(str, points.points))
+        lines.append(
+            f"save on {points.ranks} ranks, {count} file events: {points.old} loads gave the old"
+            f" state, {points.new} the new one: {_verdict(points.differences)}"
+        )
+    return "\n".join(lines)
+
+
+def _verdict(differences: tuple[str, ...]) -> str:
+    return "equal" if not differences else "; ".join(differences)
