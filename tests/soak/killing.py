@@ -19,7 +19,7 @@ from tests.launching import Launched
 from tests.soak.report import Soaked
 from tests.soak.training import identity
 
-LATE_S = 180.0
+LATE_S = 600.0
 """For ranks to start, or a moment to come: later is a hang."""
 MOMENTS = ("start", "step", "save")
 LAUNCHERS = 0.25
