@@ -8,9 +8,17 @@ from contextlib import contextmanager, nullcontext
 from torch import nn
 
 from engines.tensor.layers import can_split, is_plain
-from engines.tensor.rules import Pair, UnitSplit, block_names, leave_logits_split, unit_splits
+from engines.tensor.rules import (
+    USED_ELSEWHERE,
+    Pair,
+    UnitSplit,
+    block_names,
+    leave_logits_split,
+    unit_splits,
+)
 from engines.tensor.split_proof import SplitProof, require_one_use
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
+from engines.tensor.tie_rules import owner
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
@@ -19,7 +27,7 @@ from profiles.capture.batch import Batch, map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.errors import ModelError, PlanError
-from profiles.model.flow import GLUE, LOSS, Flow
+from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile
 from profiles.record import Record
 from profiles.torch_compat import without_onednn
@@ -47,8 +55,8 @@ class Proposal(Record):
     Attributes:
         styles: for `Plan.tensor_styles`.
         notes: the layers that could not be split between column and row.
-        proof: that it computes what the whole model computes; None where that takes another trial
-            (shapes alone were tried, or a tied weight was left whole afterwards).
+        proof: that it computes what the whole model computes; None where shapes alone were tried,
+            or trials of units contradict each other.
     """
 
     size: int
@@ -89,28 +97,34 @@ def propose_styles(
     """
     rules = unit_splits(profile, size)
     kinds = unit_kinds(model, sample, list(rules), has_target=has_target)
-    styles: Styles = {}
-    why: dict[str, str] = {}
-    running: list[str] = []
-    partial: dict[str, set[str]] = {}
+    running = [path for kind in kinds for path in kind.paths]
     first = {parameter: name for name, parameter in model.named_parameters()}
-    with _on_fakes(model, sample) if shapes_only else nullcontext():
-        for kind in kinds:
-            split = rules[kind.paths[0]]
-            trial = _try_unit(
-                model, kind, split, size=size, by_tokens=by_tokens, shapes_only=shapes_only
-            )
-            for path in kind.paths:
-                running.append(path)
-                for name in trial.partial:
-                    parameter = model.get_submodule(path).get_parameter(name)
-                    partial.setdefault(first[parameter], set()).add(path)
-                styles.update(
-                    {_joined(path, inner): style for inner, style in trial.styles.items()}
-                )
-                why.update({_joined(path, inner): reason for inner, reason in trial.why.items()})
-    _leave_logits_split(profile, styles)
-    whole = _leave_ties_whole(model, styles, why, profile.flow, running=running)
+    whole: dict[str, frozenset[str]] = {}  # what must be, by unit
+    known: dict[tuple[str, frozenset[str]], _Trial] = {}
+    while True:
+        styles: Styles = {}
+        why: dict[str, str] = {}
+        partial: dict[str, set[str]] = {}
+        for path, kind in [(path, alike) for alike in kinds for path in alike.paths]:
+            key = kind.paths[0], whole.get(path, frozenset())
+            if key not in known:
+                trial = _Trial(rules[key[0]], size=size, whole=key[1])
+                with _on_fakes(model, sample) if shapes_only else nullcontext():
+                    trial.run(model, kind, by_tokens=by_tokens, shapes_only=shapes_only)
+                known[key] = trial
+            trial, unit = known[key], model.get_submodule(path)
+            styles.update({_joined(path, inner): style for inner, style in trial.styles.items()})
+            why.update({_joined(path, inner): reason for inner, reason in trial.why.items()})
+            for name in trial.partial:
+                partial.setdefault(first[unit.get_parameter(name)], set()).add(path)
+        _leave_logits_split(profile, styles)
+        before = dict(whole)
+        for path in split_differently(model, styles, profile.flow, running=running):
+            place = owner(path, running)
+            inner = path.removeprefix(place).removeprefix(".")
+            whole[place] = whole.get(place, frozenset()) | {inner}
+        if whole == before:
+            break
     if not styles:
         raise PlanError(
             f"{profile.name} has no layer that tensor parallelism could split over {size} ranks",
@@ -123,9 +137,7 @@ def propose_styles(
         for path, reason in why.items()
     }
     proof = None
-    if not shapes_only and all(
-        path in rules and is_plain(model.get_submodule(path)) for path in whole
-    ):
+    if not shapes_only:
         in_order = {path: styles[path] for path in names if path in styles}
         proof = _proof(model, in_order, partial, profile, size=size)
     pairs = as_pairs(styles, names, blocks=block_names(profile))
@@ -149,34 +161,6 @@ def _proof(
     return SplitProof.of(styles, partial, size=size)
 
 
-def _try_unit(
-    model: nn.Module,
-    kind: UnitKind,
-    rules: UnitSplit,
-    *,
-    size: int,
-    by_tokens: bool,
-    shapes_only: bool,
-) -> _Trial:
-    """The styles of one kind of unit, one after another; each is proved with those before."""
-    unit = model.get_submodule(kind.paths[0])
-    trial = _Trial(rules, size=size)
-    if is_plain(unit):
-        trial.take_rules()
-        return trial
-    try:
-        trial.copy = copy_unit(model, kind)
-    except ModelError as error:
-        if shapes_only:
-            trial.take_rules()
-        else:
-            layers = [path for path, module in unit.named_modules() if can_split(module)]
-            trial.why = dict.fromkeys(layers, error.what)
-        return trial
-    trial.run(by_tokens=by_tokens)
-    return trial
-
-
 @contextmanager
 def _on_fakes(model: nn.Module, sample: Batch) -> Iterator[None]:
     """Inside, the model's tensors and new ones are fake."""
@@ -187,72 +171,96 @@ def _on_fakes(model: nn.Module, sample: Batch) -> Iterator[None]:
 
 
 class _Trial:
-    """Attributes:
-    copy: what is tried; not needed for `take_rules`.
-    styles: what is proved, by paths within the unit.
-    why: layers outside pairs, and the reasons.
-    partial: parameters, by names within the unit, whose gradients are partial sums.
+    """A split of one unit: its styles one after another, each proved with those before.
+
+    Args:
+        whole: paths within the unit of what must have no style.
+
+    Attributes:
+        styles: what is proved, by paths within the unit.
+        why: layers outside pairs, and the reasons.
+        partial: parameters, by names within the unit, whose gradients are partial sums.
     """
 
-    copy: UnitCopy
     partial: frozenset[str] = frozenset()
 
-    def __init__(self, rules: UnitSplit, *, size: int) -> None:
+    def __init__(self, rules: UnitSplit, *, size: int, whole: frozenset[str]) -> None:
         self.styles: Styles = {}
         self.why: dict[str, str] = {}
-        self._rules = rules
+        self._rules = rules.without(whole)
         self._size = size
-        self._whole: CallResult | None = None
+        self._whole = whole
+        self._copy: UnitCopy | None = None
+        self._result: CallResult | None = None
 
-    def take_rules(self) -> None:
+    def run(self, model: nn.Module, kind: UnitKind, *, by_tokens: bool, shapes_only: bool) -> None:
+        """Try the split on a copy of the first unit of `kind`."""
+        unit = model.get_submodule(kind.paths[0])
+        if is_plain(unit):
+            self._take_rules()
+            return
+        try:
+            self._copy = copy_unit(model, kind)
+        except ModelError as error:
+            if shapes_only:
+                self._take_rules()
+            else:
+                layers = [path for path, module in unit.named_modules() if can_split(module)]
+                self.why = dict.fromkeys(layers, error.what)
+            return
+        self._run(self._copy, by_tokens=by_tokens)
+        self._copy = self._result = None  # one at a time: they may be large
+
+    def _take_rules(self) -> None:
         """Take the styles of the rules, untried."""
         styles, self.why = self._rules.with_pairs(self._rules.pairs)
         self.styles = {path: (style,) for path, style in styles.items()}
 
-    def run(self, *, by_tokens: bool) -> None:
+    def _run(self, copy: UnitCopy, *, by_tokens: bool) -> None:
         """Try pairs, then layers, then tokens."""
-        pairs = [pair for pair in self._rules.pairs if self._take_pair(pair)]
+        pairs = [pair for pair in self._rules.pairs if self._take_pair(copy, pair)]
         refused = dict(self.why)
         styles, self.why = self._rules.with_pairs(pairs)
         self.why |= refused
         left: Styles = {path: (s,) for path, s in styles.items() if path not in self.styles}
-        if len(left) > 1 and not self._try(left):  # most often right, and one trial for all
+        if len(left) > 1 and not self._try(copy, left):  # most often right, and one trial for all
             left = {}
         for path, style in left.items():
-            if reason := self._try({path: style}):
+            if reason := self._try(copy, {path: style}):
                 self.why[path] = reason
         if by_tokens:
-            self._split_tokens(pairs)
+            self._split_tokens(copy, pairs)
 
-    def _take_pair(self, pair: Pair) -> bool:
+    def _take_pair(self, copy: UnitCopy, pair: Pair) -> bool:
         """Take the first variant of the pair that is right."""
         reasons = []
-        unit = self.copy.unit
-        for variant in variants(pair, self._rules.styles, unit, size=self._size):
-            reason = self._try(variant)
+        for variant in variants(pair, self._rules.styles, copy.unit, size=self._size):
+            reason = self._try(copy, variant)
             if not reason:
                 return True
             reasons.append(reason)
         self.why.update(dict.fromkeys((*pair.columns, *pair.rows), reasons[0]))
         return False
 
-    def _split_tokens(self, pairs: Sequence[Pair]) -> None:
+    def _split_tokens(self, copy: UnitCopy, pairs: Sequence[Pair]) -> None:
         """Split tokens too, if all layers of the unit are in pairs."""
         kinds = {style.kind for each in self.styles.values() for style in each}
         if not {Kind.COLUMN, Kind.ROW} <= kinds or kinds & {Kind.GATHER, Kind.VOCAB}:
             return
         reason = ""
         for choice in sequence_variants(pairs, self.styles):
-            reason = self._try(choice)
+            reason = self._try(copy, choice)
             if not reason:
                 return
         self.why[""] = f"its tokens are not split: {reason}"
 
-    def _try(self, styles: Mapping[str, tuple[Style, ...]]) -> str:
+    def _try(self, copy: UnitCopy, styles: Mapping[str, tuple[Style, ...]]) -> str:
         """Take `styles` if they are right; else returns the reason."""
+        if self._whole & styles.keys():
+            return USED_ELSEWHERE
         combined = {**self.styles, **styles}
-        self._whole = self._whole or run_whole(self.copy)
-        verdict = prove_unit(self.copy, combined, size=self._size, whole=self._whole)
+        self._result = self._result or run_whole(copy)
+        verdict = prove_unit(copy, combined, size=self._size, whole=self._result)
         if not verdict.why_not:
             self.styles, self.partial = combined, verdict.partial
         return verdict.why_not
@@ -263,20 +271,6 @@ def _leave_logits_split(profile: ModelProfile, styles: Styles) -> None:
     before = dict(alone)
     leave_logits_split(profile, alone)
     styles.update({path: (style,) for path, style in alone.items() if before[path] != style})
-
-
-def _leave_ties_whole(
-    model: nn.Module, styles: Styles, why: dict[str, str], flow: Flow, *, running: Sequence[str]
-) -> set[str]:
-    """Leave a weight that several places use whole, unless all of them split it alike; the layers
-    that are left whole."""
-    whole: set[str] = set()
-    while wrong := split_differently(model, styles, flow, running=running):
-        for path in wrong:
-            styles.pop(path, None)
-            why[path] = "its weight is used in another way too"
-            whole.add(path)
-    return whole
 
 
 def _joined(path: str, inner: str) -> str:

@@ -6,12 +6,12 @@ falls back by the same rules where a module's own code cannot run on a share of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
 
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
-from engines.tensor.tie_rules import joined, layers_of, leave_ties_whole
+from engines.tensor.tie_rules import joined, layers_of, owner, split_differently
 from profiles.model.layers import INPUT, LayerCost, LayerKind
 from profiles.model.profile import (
     GLUE,
@@ -22,6 +22,7 @@ from profiles.model.profile import (
     UnitProfile,
 )
 
+USED_ELSEWHERE = "its weight is used in another way too"
 _FUSED = (2, 3)  # tensors side by side in one weight that the engine knows how to cut
 
 
@@ -65,6 +66,17 @@ class UnitSplit:
     alone: Mapping[str, Style] = field(default_factory=dict)
     why: Mapping[str, str] = field(default_factory=dict)
 
+    def without(self, whole: Collection[str]) -> UnitSplit:
+        """The same with the layers `whole` left whole, and thus no pair with one of them."""
+        if not whole:
+            return self
+        return UnitSplit(
+            tuple(p for p in self.pairs if not {*p.columns, *p.rows} & set(whole)),
+            {path: style for path, style in self.styles.items() if path not in whole},
+            {path: style for path, style in self.alone.items() if path not in whole},
+            {**self.why, **dict.fromkeys(whole, USED_ELSEWHERE)},
+        )
+
     def with_pairs(self, pairs: Sequence[Pair]) -> tuple[dict[str, Style], dict[str, str]]:
         """The styles of all layers if only `pairs` are taken, and why others are in none."""
         paired = {path for pair in pairs for path in (*pair.columns, *pair.rows)}
@@ -85,15 +97,23 @@ def proposed_styles(model: ModelProfile, tp: int) -> tuple[tuple[str, str], ...]
 def proposed_split(model: ModelProfile, tp: int) -> Split:
     """Column and row pairs where the flow of a unit has them; embeddings and the head by the
     vocabulary; other large layers with gathered outputs; tied weights alike or not at all."""
-    units = split_units(model)
-    styles: dict[str, Style] = {}
-    why: dict[str, str] = {}
-    for name, inside in unit_splits(model, tp).items():
-        inner, reasons = inside.with_pairs(inside.pairs)
-        styles |= {joined(name, path): style for path, style in inner.items()}
-        why |= {joined(name, path): reason for path, reason in reasons.items()}
-    leave_logits_split(model, styles)
-    leave_ties_whole(model, units, styles, why)
+    units, splits = split_units(model), unit_splits(model, tp)
+    whole: dict[str, set[str]] = {}  # layers by their unit
+    while True:
+        styles: dict[str, Style] = {}
+        why: dict[str, str] = {}
+        for name, split in splits.items():
+            inside = split.without(whole.get(name, ()))
+            inner, reasons = inside.with_pairs(inside.pairs)
+            styles |= {joined(name, path): style for path, style in inner.items()}
+            why |= {joined(name, path): reason for path, reason in reasons.items()}
+        leave_logits_split(model, styles)
+        before = {unit: set(paths) for unit, paths in whole.items()}
+        for path in split_differently(model, units, styles):
+            unit = owner(path, [unit.name for unit in units])
+            whole.setdefault(unit, set()).add(path.removeprefix(unit).removeprefix("."))
+        if whole == before:
+            break
     notes = {
         Whole(without_numbers(path), str(styles.get(path, "whole")), reason): None
         for path, reason in why.items()

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from engines.tensor.styles import Kind, Style
 from profiles.model.layers import LayerCost, LayerKind
 from profiles.model.profile import GLUE, ModelProfile, Numerics, UnitCost, UnitProfile
 
 
-def leave_ties_whole(
-    model: ModelProfile,
-    units: Sequence[UnitProfile],
-    styles: dict[str, Style],
-    why: dict[str, str],
-) -> None:
-    """A weight that several places use stays whole, unless all of them split it alike."""
+def split_differently(
+    model: ModelProfile, units: Sequence[UnitProfile], styles: Mapping[str, Style]
+) -> list[str]:
+    """The layers in `styles` with a weight that another place has whole or otherwise split."""
     layers = {joined(u.name, layer.path): (u.name, layer) for u in units for layer in layers_of(u)}
     called = {unit.name for unit in units if any(c != UnitCost() for c in unit.costs.values())}
     elsewhere = {name for call in model.flow.calls for name in call.parameters}
     groups = [list(names) for names in model.tied]
     groups += [[name] for name in elsewhere if not any(name in names for names in model.tied)]
-    while True:
-        wrong = [
-            path
-            for names in groups
-            if elsewhere & set(names) or not _is_cut_alike(names, styles, layers, called)
-            for path in (name.rpartition(".")[0] for name in names)
-            if path in styles
-        ]
-        if not wrong:
-            return
-        for path in wrong:
-            styles.pop(path, None)
-            why[path] = "its weight is used in another way too"
+    return [
+        path
+        for names in groups
+        if elsewhere & set(names) or not _is_cut_alike(names, styles, layers, called)
+        for path in (name.rpartition(".")[0] for name in names)
+        if path in styles
+    ]
 
 
 def _is_cut_alike(
@@ -46,7 +37,7 @@ def _is_cut_alike(
     cuts: dict[str, set[tuple[int, int] | None]] = {}
     for name in names:
         path, _, own = name.rpartition(".")
-        unit = layers[path][0] if path in layers else _owner(path, called)
+        unit = layers[path][0] if path in layers else owner(path, called)
         if unit not in called:
             continue
         here = cuts.setdefault(unit, set())
@@ -55,8 +46,9 @@ def _is_cut_alike(
     return len(set().union(*(here or {None} for here in cuts.values()))) <= 1
 
 
-def _owner(path: str, units: set[str]) -> str:
-    fitting = (unit for unit in units if f"{path}.".startswith(f"{unit}."))
+def owner(path: str, units: Iterable[str]) -> str:
+    """The innermost of `units` that the module at `path` lies in; else `GLUE`."""
+    fitting = (unit for unit in units if not unit or f"{path}.".startswith(f"{unit}."))
     return max(fitting, key=len, default=GLUE)
 
 

@@ -90,7 +90,7 @@ class FlowTrace:
 
     def begin(self, unit: str, inputs: object) -> None:
         """An outermost call of `unit` with these inputs."""
-        taken = self._all_from(tensors_in(inputs))
+        taken = self._made_of(tensors_in(inputs))  # a parameter in them is one that glue uses
         self._current, self._glue = Trail(unit, taken, self._storages.timeline.next_number), None
         self._calls.append(self._current)
         self._take(taken)
@@ -260,7 +260,8 @@ class FlowTrace:
         self._values[memory] = self._values.get(memory, frozenset()) | self._sources[memory]
         self._parts.pop(memory, None)
 
-    def _made_of(self, inputs: Sequence[Tensor]) -> frozenset[Source]:
+    def _made_of(self, inputs: Iterable[Tensor]) -> frozenset[Source]:
+        inputs = list(inputs)
         sources = self._all_from(inputs)
         for tensor in inputs:
             if self._storages.holders_of(tensor) and not self._from(tensor):

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
+from engines.apply import Proofs
+from engines.parallel import ParallelModel
+from engines.plan import Plan
+from engines.tensor.proposal import propose_styles
+from tests.engines.cases import Case, profile_of
 from tests.engines.parity import local_rows, reference_loss, relative, spread
 from tests.engines.shared_parameters import OUTSIDE
 from tests.matrix.cell import TOLERANCE, relative_errors
@@ -14,15 +20,27 @@ STAGES = "schedule=1f1b microbatches=2 stages=blocks.1"
 PLANS = {
     "dp_replicate=2": 2,
     "dp_shard=2": 2,
+    "tp=2": 2,
     f"pp=2 {STAGES}": 2,
     f"pp=2 dp_shard=2 {STAGES}": 4,
 }
 """With their ranks."""
 
 
+def _spread(case: Case, text: str) -> tuple[nn.Module, ParallelModel]:
+    """Under the plan, with the split of layers that is proposed for it."""
+    plan, model, batch = Plan.parse(text), case.build(), case.batch(2)
+    if plan.tp == 1:
+        return spread(case, text)
+    profile = profile_of(case, model)
+    split = propose_styles(model, batch, size=plan.tp, profile=profile, has_target=True)
+    plan = plan.model_copy(update={"tensor_styles": split.styles})
+    return spread(case, str(plan), proofs=Proofs(layers=split.proof))
+
+
 def _errors(name: str, plan: str) -> tuple[float, float]:
     case = OUTSIDE[name]
-    reference, parallel = spread(case, plan)
+    reference, parallel = _spread(case, plan)
     batch = case.batch(ROWS)
     wanted = reference_loss(reference, case, batch)
     wanted.backward()

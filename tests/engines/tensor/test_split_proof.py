@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from engines.tensor.proposal import propose_styles
+from engines.tensor.rules import proposed_styles
 from engines.tensor.split_proof import SplitProof, prove_split
 from profiles.capture.capture import capture
 from profiles.errors import ModelError, PlanError, UnknownNameError
+from tests.engines.outside import OUTSIDE
 from tests.engines.tensor import units
 
 HEADS = (
@@ -106,6 +108,36 @@ def test_a_tied_weight_must_be_split_in_all_of_its_places() -> None:
     with pytest.raises(PlanError, match="used in another place that is not split alike"):
         partial_of(model, ("0", "gather"))
     assert partial_of(model, ("0", "gather"), ("1", "gather")) == frozenset()
+
+
+def test_a_weight_that_its_unit_is_given_from_outside_must_be_whole() -> None:
+    case = OUTSIDE["Borrowed"]
+    model, batch = case.build(), case.batch(2)
+    profile = capture(model, batch, loss_fn=case.loss_fn)
+    pairs = (("blocks.1.up", "column"), ("blocks.1.down", "row"))  # nobody else uses these
+    with pytest.raises(PlanError, match=r"weight of `blocks\.1\.up` is used in another place"):
+        prove_split(model, batch, pairs, size=2, profile=profile, has_target=True)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_proposal_leaves_weights_whole_that_are_used_outside_and_is_proved(name: str) -> None:
+    case = OUTSIDE[name]
+    model, batch = case.build(), case.batch(2)
+    profile = capture(model, batch, loss_fn=case.loss_fn)
+    proposal = propose_styles(model, batch, size=2, profile=profile, has_target=True)
+    assert proposal.proof is not None
+    assert proposal.proof.covers(model, proposal.styles, size=2)
+    proof = prove_split(model, batch, proposal.styles, size=2, profile=profile, has_target=True)
+    assert proposal.proof == proof
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_styles_by_the_rules_alone_are_proved_on_such_models_too(name: str) -> None:
+    case = OUTSIDE[name]
+    model, batch = case.build(), case.batch(2)
+    profile = capture(model, batch, loss_fn=case.loss_fn)
+    styles = proposed_styles(profile, 2)
+    assert prove_split(model, batch, styles, size=2, profile=profile, has_target=True).styles
 
 
 def test_a_plan_for_units_that_cannot_be_tried_is_refused_with_the_reason() -> None:
