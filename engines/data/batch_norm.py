@@ -44,6 +44,9 @@ def warn_of_microbatches(model: nn.Module, plan: Plan) -> None:
 
     As with GPipe (arXiv:1811.06965, section 2.2) each microbatch is normalised on its own: a step
     differs from one over the whole batch, and running statistics move once a microbatch.
+
+    Dividing by the deviation of few values (2 rows of 1 x 1 places) amplifies rounding without
+    bound: in fp32 a split of layers, which sums in another order, then shows in the loss.
     """
     name = next(
         (path for path, m in model.named_modules() if is_batch_norm(m) and m.training), None
@@ -53,8 +56,8 @@ def warn_of_microbatches(model: nn.Module, plan: Plan) -> None:
     warnings.warn(
         f"`{name}` is a batch norm: it normalises each of the {plan.forwards} microbatches of a"
         " step on its own, and its running statistics move as often. A step differs from one over"
-        " the whole batch; microbatches=1 accumulation=1, or a norm over features (GroupNorm,"
-        " LayerNorm), does not",
+        " the whole batch, and over few values it amplifies rounding; microbatches=1"
+        " accumulation=1, or a norm over features (GroupNorm, LayerNorm), does not",
         UserWarning,
         stacklevel=2,
     )
