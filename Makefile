@@ -3,6 +3,7 @@
 # make matrix  30 architectures under 15 plans against one process (MATRIX="--only T5 --plan zbv")
 # make scorecard  published runs predicted, with and without their publisher; into the README
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
+# make soak    trainings killed at random times, and saves at every file event (SOAK="--quick")
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling, wording
 #
@@ -17,7 +18,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix scorecard scorecard-nested timed check format clean
+.PHONY: help demo test matrix scorecard scorecard-nested soak timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -50,6 +51,9 @@ scorecard: $(STAMP)
 
 scorecard-nested: $(STAMP)
 	@$(BIN)/python -m tests.scorecard.nested $(if $(HELD_OUT),--held-out "$(HELD_OUT)")
+
+soak: $(STAMP)
+	@$(BIN)/python -m tests.soak $(SOAK)
 
 timed: $(STAMP)
 	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"
