@@ -126,7 +126,7 @@ class TestNoiseScale:
         assert rate == pytest.approx(0.1 * devices, rel=0.01)
 
     def test_impossible_sizes_are_refused(self) -> None:
-        with pytest.raises(InputError, match="no part of 100 samples"):
+        with pytest.raises(InputError, match="from 1 to 100 samples, not 101"):
             noise_scale(0.1, samples=100, batch=101)
         with pytest.raises(InputError, match="0 <= m < 1"):
             noise_scale(0.1, momentum=1.0, samples=100, batch=10)

@@ -148,7 +148,7 @@ def test_the_scan_ends_at_the_smallest_change() -> None:
     sensitivity = flip(facts(SMALL, gpus(1, 8), batch=64), both)
     assert [turn.lever for turn in sensitivity.turns] == [Lever.MEMORY]
     links = next(item for item in sensitivity.steady if item.lever is Lever.LINKS_IN_NODE)
-    assert links.because == "the answer stays from 255 GB/s to 509 GB/s; not looked at farther"
+    assert links.because == "the answer stays from 255 GB/s to 509 GB/s; not scanned farther"
 
 
 def test_a_single_lever_is_followed_to_its_change(decision: Decision) -> None:

@@ -84,7 +84,8 @@ def agree(decision: Decision) -> None:
         if other.verdict is not PlanVerdict.OUTSIDE:
             might.append(other)
         if other.verdict is PlanVerdict.TIE:
-            assert simplicity(other.plan) > simplicity(decision.plan), other
+            order = simplicity(other.plan), other.step_s
+            assert order > (simplicity(decision.plan), mine), other
     others = [reason for reason in decision.reasons if "Runner-up" in reason or "a tie (" in reason]
     if not might:
         assert not others

@@ -150,7 +150,7 @@ def test_a_link_is_named_with_its_own_number() -> None:
     """Eight cards of 50 GB/s are more than one device's 360 GB/s inside the node: both are said."""
     trace = choose(facts(MIDDLE, gpus(2, 8), batch=64)).trace
     assert (
-        "InfiniBand gives 400 GB/s (datasheet) and, on the way inside the node, NVLink 360 GB/s"
+        "InfiniBand gives 400 GB/s (datasheet) and, inside the node, NVLink 360 GB/s"
         " (datasheet)" in str(trace)
     )
     assert gpus(2, 8).bottleneck(16).name == "NVLink"

@@ -54,7 +54,7 @@ def test_the_demo_decides_trains_compares_and_saves(tmp_path: Path) -> None:
         assert words in run.stdout
     first, last = (float(part.split()[0]) for part in _learnt(run.stdout))
     assert last < first - 1  # nats per byte of text it never saw
-    assert (tmp_path / "runs" / "demo" / ".metadata").is_file()
+    assert (tmp_path / "runs" / "demo" / "latest").is_file()
 
 
 @pytest.mark.dist

@@ -11,7 +11,7 @@ from engines.tensor.rules import proposed_styles
 from engines.tensor.split_proof import SplitProof, prove_split
 from profiles.capture.capture import capture
 from profiles.errors import ModelError, PlanError, UnknownNameError
-from tests.engines.outside import OUTSIDE
+from tests.engines.shared_parameters import OUTSIDE
 from tests.engines.tensor import units
 
 HEADS = (

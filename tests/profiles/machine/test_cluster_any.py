@@ -20,7 +20,8 @@ from profiles.machine.clusters import load_cluster, to_toml
 from profiles.provenance import Quantity, Source
 
 rates = st.floats(min_value=1e-3, max_value=1e18, allow_nan=False)
-texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
+# Control characters are refused where a file is read.
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=12)
 
 
 def amounts(values: st.SearchStrategy[float]) -> st.SearchStrategy[Quantity]:
