@@ -203,8 +203,14 @@ def profile_of_factory(factory: str, *, like: ModelProfile, sequence_length: int
     Every dimension of its sample that equals the old sequence length is resized.
 
     Raises:
-        ModelError: it cannot be made again, or does not take such sequences.
+        ModelError: it cannot be made again, or does not take such sequences; or a file names it and
+            the user did not: files run no code.
     """
+    if factory not in _NAMED:
+        raise ModelError(
+            f"`{factory}` is named in a file, and files run no code",
+            hints=[f"name the model itself: `advise {factory}`"],
+        )
     module, *rest = _made_again(factory)
     if not rest:
         loaded = _with_token_sample(factory, module, like.samples, sequence_length)
@@ -333,6 +339,7 @@ def _factory_name(text: str) -> tuple[str, str]:
 
 
 def _from_factory(text: str, samples: int, sequence_length: int | None) -> LoadedModel:
+    _NAMED.add(text)
     module, *rest = _made(text)
     if not rest:
         return _with_token_sample(text, module, samples, sequence_length)
@@ -357,6 +364,8 @@ def _made(text: str) -> tuple[Any, ...]:
     return parts
 
 
+_NAMED: set[str] = set()
+"""Factories that the user of this process named."""
 # Cached, since a query tries many lengths.
 _made_again = lru_cache(maxsize=1)(_made)
 
