@@ -18,7 +18,8 @@ from torch import nn
 from advisor.auto.facts_from_module import facts_from_module
 from advisor.auto.job import machines_of
 from advisor.auto.measure import OPTIMIZERS, repeated
-from advisor.auto.parallelize import auto_parallelize, partial_plan_of
+from advisor.auto.given_plan import partial_plan_of
+from advisor.auto.parallelize import auto_parallelize
 from advisor.cost import estimate
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision

@@ -8,13 +8,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from os import PathLike
-from typing import Any
 
 from torch import Tensor, nn
 
 from advisor.auto.facts_from_module import LossFn, Optimizer, facts_from_module
+from advisor.auto.given_plan import (
+    PlanLike,
+    is_by_world_size,
+    partial_plan_of,
+    plan_for_world_size,
+)
 from advisor.auto.job import machines_of, require_ranks
 from advisor.auto.proved_splits import Pairs, choose_checked
 from advisor.auto.rank_zero import from_rank_zero, require_same_request
@@ -31,7 +36,7 @@ from engines.apply import Proofs, apply_plan
 from engines.context.proof import SequenceProof, prove
 from engines.data.replica_checksums import DEFAULT_EVERY
 from engines.parallel import ParallelModel
-from engines.plan import PartialPlan, Plan, load_plan
+from engines.plan import PartialPlan
 from engines.runtime.world import join_world
 from engines.state.optimizer import OptimizerFactory
 from engines.state.weights import Weights
@@ -46,8 +51,6 @@ from profiles.machine.probe import probe
 from profiles.workload.stack import Stack
 
 log = logging.getLogger(__name__)
-
-PlanLike = Plan | PartialPlan | Mapping[str, Any] | str | PathLike[str] | None
 
 
 def advise(
@@ -199,7 +202,9 @@ def auto_parallelize(
         optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
             built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
-            they name ("pp=2 tp=2 zero=1" leaves stages, microbatches and split layers open).
+            they name ("pp=2 tp=2 zero=1" leaves stages, microbatches and split layers open). A
+            path with `{world_size}` in it, "plans/{world_size}.json", is a file for each number of
+            ranks that an elastic job may have; where there is none, everything is decided.
         global_batch_size: samples per optimizer step over all ranks; by default one sample batch
             per replica of `plan`, or per rank if it names no degree.
         count: number of terms in a microbatch's mean loss, if that is not its rows:
@@ -237,9 +242,12 @@ def auto_parallelize(
     """
     software = stack_of(stack)
     require_of_engines(software)
-    partial = with_stack(partial_plan_of(plan), software)
+    given = None if is_by_world_size(plan) else partial_plan_of(plan)
     known = _read(anchor)
     world = join_world(timeout_s=timeout_s)
+    if given is None:
+        given = plan_for_world_size(plan, world)
+    partial = with_stack(given, software)
     allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
     require_same_request(partial, world, global_batch_size, precision, objective, allowed)
     require_ranks(partial, world)
@@ -365,30 +373,6 @@ def _sequence_proof(
 
 def _read(anchor: Anchor | str | PathLike[str] | None) -> Anchor | None:
     return anchor if anchor is None or isinstance(anchor, Anchor) else Anchor.load(anchor)
-
-
-def partial_plan_of(plan: PlanLike) -> PartialPlan:
-    """Settings fixed by a plan, a file or a string.
-
-    A whole plan fixes every setting; a string and a mapping only what they name.
-    """
-    match plan:
-        case None:
-            return PartialPlan()
-        case PartialPlan():
-            return plan
-        case Plan():
-            return plan.as_partial()
-        case Mapping():
-            return PartialPlan.build(dict(plan), where="plan")
-        case str() if not plan.endswith(".json"):
-            return PartialPlan.parse(plan)
-        case str() | PathLike():
-            return load_plan(plan).as_partial()
-    raise InputError(
-        f"plan is a {type(plan).__name__}",
-        hints=['give "dp_shard=8", {"dp_shard": 8}, a Plan, or the path of a plan.json'],
-    )
 
 
 def _policy(objective: str, allow_lossy: bool, allow_stale: bool) -> Policy:
