@@ -6,6 +6,7 @@
     --seed N           of the times and the victims (0)
     --quick            one plan on two ranks, 60 steps, 3 kills; nothing is written
     --crash-points     break saves off at every file event instead
+    --load             10,000 decisions, 200 saves, 2,000 steps on 8 ranks: is anything left over?
     --out FILE         tests/validation/soak.json unless named; other parts of it stay
     --show             print the table of FILE
 
@@ -27,6 +28,7 @@ import torch
 
 from tests.soak.crash_points import crash_points
 from tests.soak.killing import soaked
+from tests.soak.load import PARTS
 from tests.soak.report import REPORT, Report, table
 from tests.soak.training import PLANS
 
@@ -49,9 +51,17 @@ def main() -> int:
     )
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     plans = QUICK if given.quick else {name: PLANS[name] for name in given.plan or PLANS}
-    parts = ["crash points"] if given.crash_points else list(plans)
+    parts = list(plans)
+    if given.crash_points or given.load:
+        parts = ["crash points"] * given.crash_points + ["load"] * given.load
     for part in parts:
-        if given.crash_points:
+        if part == "load":
+            repeated = tuple(
+                each(count // (100 if given.quick else 1), folder / name)
+                for name, (each, count) in PARTS.items()
+            )
+            report = report.model_copy(update={"repeated": repeated})
+        elif part == "crash points":
             points = tuple(crash_points(ranks, folder / str(ranks)) for ranks in (1, 2))
             report = report.model_copy(update={"crash_points": points})
         else:
@@ -86,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--crash-points", action="store_true")
+    parser.add_argument("--load", action="store_true")
     parser.add_argument("--out", type=Path, default=REPORT)
     parser.add_argument("--show", action="store_true")
     return parser

@@ -47,6 +47,24 @@ class CrashPoints(Record):
     differences: tuple[str, ...] = ()
 
 
+class Repeated(Record):
+    """One thing done again and again in a process, which should hold no more than before.
+
+    Attributes:
+        first_mib, last_mib: resident memory after a tenth of the repetitions, and after the last.
+        files, threads: at the end.
+        differences: growth beyond the bound of `tests.soak.load`.
+    """
+
+    name: str
+    count: int
+    first_mib: float
+    last_mib: float
+    files: int
+    threads: int
+    differences: tuple[str, ...] = ()
+
+
 class Report(Document):
     """All of it, with the machine and the seed."""
 
@@ -56,11 +74,13 @@ class Report(Document):
     seed: int = 0
     trainings: tuple[Soaked, ...] = ()
     crash_points: tuple[CrashPoints, ...] = ()
+    repeated: tuple[Repeated, ...] = ()
 
     @property
     def differences(self) -> list[str]:
         """Of all parts."""
-        return [text for part in (*self.trainings, *self.crash_points) for text in part.differences]
+        parts = (*self.trainings, *self.crash_points, *self.repeated)
+        return [text for part in parts for text in part.differences]
 
 
 def table(report: Report) -> str:
@@ -79,6 +99,12 @@ def table(report: Report) -> str:
             f"save on {points.ranks} ranks, {count} file events: {points.old} loads gave the old"
             f" state, {points.new} the new one: {_verdict(points.differences)}"
         )
+    lines += [
+        f"{each.count:,} {each.name}: {each.first_mib:.0f} MiB after a tenth,"
+        f" {each.last_mib:.0f} at the end, {each.files} open files, {each.threads} threads:"
+        f" {_verdict(each.differences)}"
+        for each in report.repeated
+    ]
     return "\n".join(lines)
 
 
