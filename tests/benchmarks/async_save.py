@@ -71,7 +71,7 @@ def measured(plan: str, folder: str) -> Row:
     ranks = 1 if plan.endswith("=1") else 2
     ids = torch.randint(256, (ROWS, LENGTH + 1))
     batch = (ids[:, :-1], ids[:, 1:])
-    model = GPT(GPTConfig(256, context=LENGTH, num_layers=6, num_heads=6, width=384))
+    model = GPT(GPTConfig(vocab_size=256, context=LENGTH, num_layers=6, num_heads=6, width=384))
     parallel = auto_parallelize(
         model, sample=batch, loss_fn=loss, plan=plan, cluster=cpu_ranks(ranks), learns=False
     )
@@ -91,11 +91,12 @@ def measured(plan: str, folder: str) -> Row:
         began = time.perf_counter()
         path = parallel.save(folder, keep_last=1)
         waiting.append(time.perf_counter() - began)
+    size = sum(file.stat().st_size for file in path.iterdir())
     pairs = [(phase(saves=True), phase(saves=False)) for _ in range(PHASES)]
     stalls = [with_save / without - 1 for (with_save, _), (without, _) in pairs]
     return Row(
         plan=plan,
-        saved_mib=round(sum(file.stat().st_size for file in path.iterdir()) / 2**20, 1),
+        saved_mib=round(size / 2**20, 1),
         step_s=statistics.median(without for _, (without, _) in pairs) / INTERVAL,
         waiting_s=statistics.median(waiting),
         copying_s=statistics.median(copied for (_, copied), _ in pairs),
