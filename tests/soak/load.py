@@ -43,8 +43,10 @@ def saves(count: int, folder: Path) -> Repeated:
     parallel.train_step(next(loader))
 
     def once(number: int) -> None:
-        save = parallel.async_save if number % 2 else parallel.save
-        save(folder, keep_last=2)
+        if number % 2 and number < count - 1:
+            parallel.async_save(folder, keep_last=2)
+        else:
+            parallel.save(folder, keep_last=2)
 
     result = repeat("saves", count, once)
     unlock(folder)
