@@ -12,6 +12,7 @@
     |-- RankError                     a rank did not answer in time                    exit code 2
     |-- RankMismatchError             ranks that must have the same do not             exit code 2
     |-- NonFiniteError                a loss, gradient or parameter is nan or inf      exit code 2
+    |-- ShortageError                 a step needs more memory than a rank has         exit code 2
     `-- NoPlanError                   the question was valid, nothing fits             exit code 1
 
 Catch broad (`AdvisorError`) or narrow. `str(error)` is the whole text: one line for what happened,
@@ -112,6 +113,10 @@ class RankMismatchError(AdvisorError):
 
 class NonFiniteError(AdvisorError):
     """A loss, a gradient or a parameter is nan or inf."""
+
+
+class ShortageError(AdvisorError):
+    """A rank ran out of memory, and the step cannot be made under this plan."""
 
 
 class NoPlanError(AdvisorError):

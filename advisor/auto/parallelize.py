@@ -21,6 +21,7 @@ from advisor.auto.given_plan import (
     plan_for_world_size,
 )
 from advisor.auto.job import machines_of, require_ranks
+from advisor.auto.next_plan import NextPlans
 from advisor.auto.proved_splits import Pairs, choose_checked
 from advisor.auto.rank_zero import from_rank_zero, require_same_request
 from advisor.decide.decision import Decision
@@ -31,6 +32,7 @@ from advisor.inputs.precision import hint as precision_hint
 from advisor.inputs.stacks import require_of_engines, stack_of, with_stack
 from advisor.learning.anchor import Anchor
 from advisor.learning.run_log import keep_at_end
+from advisor.learning.shortages import below, failed_here
 from advisor.whatif.suggestions import with_suggestions
 from engines.apply import Proofs, apply_plan
 from engines.context.proof import SequenceProof, prove
@@ -44,7 +46,7 @@ from engines.tensor.proposal import propose_styles
 from engines.tensor.split_proof import SplitProof
 from profiles.allocator.process_peak import release_freed_memory
 from profiles.capture.batch import Batch
-from profiles.errors import AdvisorError, InputError
+from profiles.errors import AdvisorError, InputError, NoPlanError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import resolve_cluster
 from profiles.machine.probe import probe
@@ -188,6 +190,9 @@ def auto_parallelize(
 ) -> ParallelModel:
     """Decide how to spread `model` over the ranks of this job, and apply the plan.
 
+    A step that runs out of memory on some rank is made again under a plan that takes less, without
+    a change of its results: smaller microbatches and more accumulation, or more recompute.
+
     Start the script with `torchrun --nproc-per-node N`; without it the plan is for one device. Rank
     0 profiles and decides, and the others take its plan. Devices and links are timed for 20 seconds
     first, unless an equal job did so before (see `profiles.machine.bench.cache`) or `cluster` is
@@ -214,7 +219,7 @@ def auto_parallelize(
             safetensors files; see `apply_plan`.
         cluster: facts of this job's machines, if known.
         learns: predict with constants fitted to runs on such machines, and save this run for later
-            fits (see `advisor.learning.run_log`).
+            fits (see `advisor.learning.run_log`); plans that ran out of memory are not taken again.
         anchor: as for `advise`; by default, with `learns`, the one saved on this machine.
         anchors: after a training of at least five steps, save the ratio of each measured term to
             its estimate, for later plans and sizes of such models here.
@@ -276,14 +281,17 @@ def auto_parallelize(
         )
 
     def decide() -> tuple[Decision, Proofs]:
-        return _decided(
-            model,
-            sample,
-            facts(),
-            policy=_policy(objective, allow_lossy, allow_stale),
-            partial=partial,
-            loss_fn=loss_fn,
-        )
+        known = facts()
+        policy = _policy(objective, allow_lossy, allow_stale)
+        failed = failed_here(known) if learns else ()
+        if failed:
+            log.info("plans of this model that ran out of memory here: %d", len(failed))
+            with contextlib.suppress(NoPlanError):  # what is fixed may be tried again
+                lower = below(known, failed)
+                return _decided(
+                    model, sample, lower, policy=policy, partial=partial, loss_fn=loss_fn
+                )
+        return _decided(model, sample, known, policy=policy, partial=partial, loss_fn=loss_fn)
 
     if timed and world.rank > 0:
         with contextlib.suppress(AdvisorError):  # rank 0 raises it too, and broadcasts it
@@ -310,6 +318,7 @@ def auto_parallelize(
         proofs=proofs,
     )
     parallel.decision = decision
+    parallel.next_plan = NextPlans(decision, learns=learns)
     if world.rank == 0:
         log.info("plan: %s", decision.plan)
         faster = precision_hint(decision.facts)

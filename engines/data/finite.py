@@ -65,7 +65,7 @@ class FiniteGuard:
         """Copy the running statistics of batch norms, which a forward changes before its loss is
         known, where a step may be left out."""
         if self.is_on and self._reaction is OnNonfinite.SKIP:
-            buffers = _running_statistics(self._module).values()
+            buffers = running_statistics(self._module).values()
             self._statistics = [(buffer, buffer.clone()) for buffer in buffers]
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class FiniteGuard:
             return
         parameters = self._module.named_parameters()
         trained = {name: local_part(p.detach()) for name, p in parameters if p.requires_grad}
-        name = first_nonfinite({**trained, **_running_statistics(self._module)})
+        name = first_nonfinite({**trained, **running_statistics(self._module)})
         names = texts_of_ranks("parameters that are not finite", name, job)
         ranks = [rank for rank, text in enumerate(names) if text]
         if ranks:
@@ -187,7 +187,8 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
     return gradients
 
 
-def _running_statistics(module: nn.Module) -> dict[str, Tensor]:
+def running_statistics(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers of batch norms, which a forward changes, by name."""
     norms = [(name, norm) for name, norm in module.named_modules() if is_batch_norm(norm)]
     return {f"{name}.{own}": buffer for name, norm in norms for own, buffer in norm.named_buffers()}
 

@@ -55,6 +55,10 @@ class MicrobatchCutter:
         self.counted = 0.0
         """Rows of this rank in the last batch, or their `count`."""
 
+    def follow(self, plan: Plan) -> None:
+        """Cut as `plan` says from now on."""
+        self._plan = plan
+
     @rank_error_context("counting the rows of the batch")
     def cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
         """The plan's microbatches, and the weight of each mean loss.

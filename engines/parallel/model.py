@@ -35,6 +35,7 @@ from engines.parallel.fit import FitMixin
 from engines.parallel.guarding import GuardingMixin
 from engines.parallel.monitoring import MonitoringMixin
 from engines.parallel.naming import NamingMixin
+from engines.parallel.recovery import RecoveryMixin
 from engines.plan import Plan
 from engines.runtime.heartbeat import start_heartbeat
 from engines.runtime.learning_rate import Rates
@@ -58,7 +59,13 @@ LossFn = Callable[..., Tensor]
 
 
 class ParallelModel(  # type: ignore[misc]  # state_dict
-    NamingMixin, MonitoringMixin, AsyncUpdatesMixin, FitMixin, GuardingMixin, nn.Module
+    NamingMixin,
+    MonitoringMixin,
+    AsyncUpdatesMixin,
+    FitMixin,
+    GuardingMixin,
+    RecoveryMixin,
+    nn.Module,
 ):
     """A model under a plan: train it with `train_step`, or in a classic loop.
 
@@ -121,6 +128,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self.module = module
         self.plan = plan
         self.decision = None
+        self.next_plan = None
         self.optimizer = optimizer
         self.offload_pool = offload_pool
         self._exchange = exchange or UpdateExchange(
@@ -248,6 +256,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             RankError: names a rank that is gone or late, and without which there is no step.
             NonFiniteError: a loss or a gradient is nan or inf on some rank; nothing was stepped.
             RankMismatchError: replicas' parameters differ.
+            ShortageError: a rank ran out of memory, and no plan is left that takes less.
         """
         if self._exchange.replace_step():
             self.step += 1
@@ -257,7 +266,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             self._exchange.note(loss, self._cutter.counted)
             if self._max_grad_norm is not None:
                 self.clip_grad_norm_(self._max_grad_norm)
-            with self.steps.updating():
+            with self.steps.updating(), self._updating():
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return self._exchange.take_loss()
@@ -270,6 +279,9 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         or periodic updates gradients are those of the rank's own part.
         """
         self._require_own_batch()
+        return self._redone(lambda: self._forward_backward(batch))
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
         with self._own.synchronised():
             pieces, weights = self._cutter.cut(batch)
         if self._noise is not None:
@@ -277,16 +289,11 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._checksums.require_equal_when_due(self.step)
         self._follow_first_replica()
         self._finite.begin()
-        try:
-            with self._rng.shared():
-                total = self._run(pieces, weights)
-            self._finish_gradients()
-            self._own.note_exchange()
-            self._is_pending = self._is_unchecked = False
-        except BaseException:
-            start_over(self.module, self.plan)
-            self.module.zero_grad(set_to_none=True)
-            raise
+        with self._rng.shared():
+            total = self._run(pieces, weights)
+        self._finish_gradients()
+        self._own.note_exchange()
+        self._is_pending = self._is_unchecked = False
         self._check_unused()
         self.steps.pace = self._own.compare() or self.steps.pace
         noise = self._noise

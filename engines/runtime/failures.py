@@ -15,12 +15,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from engines.runtime.shortage import is_shortage
 from profiles.errors import RankError
 from profiles.torch_compat import default_store, every_group
+from profiles.torch_compat.gloo import reconnect_groups
 
 LOOK_EVERY_S = 5.0
 _FAILED = "advisor/failed"
 _LOST = "advisor/lost/"
+_SHORT = "advisor/short of memory/"
+_RECONNECTED = "advisor/reconnected/"
 ROLL_CALL_S = 1.0
 """Time for the others to notice, and to reach the store. A rank on another mesh axis that began its
 wait later than this is named too, though it only waits longer."""
@@ -80,11 +84,13 @@ def roll_call() -> list[int]:
 def abort_groups(error: BaseException) -> None:
     """Publish `error` and close the connections of all groups, after a failure inside collectives.
 
-    The process groups of this job cannot be used any more.
+    The process groups of this job cannot be used any more, unless `reconnect` repairs them.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if not is_lost_contact(error):
+    if is_shortage(error):
+        announce_shortage()  # all ranks may agree to go on
+    elif not is_lost_contact(error):
         publish_failure(f"rank {dist.get_rank()} failed: {_line(error)}")
     close_all_connections()
 
@@ -99,10 +105,46 @@ def publish_failure(line: str, store: dist.Store | None = None) -> None:
         (store or default_store()).compare_set(_FAILED, "", line)
 
 
+def announce_shortage() -> None:
+    """Tell ranks that lose contact with this one that it ran out of memory; before connections are
+    closed."""
+    with suppress(RuntimeError):
+        default_store().set(f"{_SHORT}{reconnections()}", "")
+
+
+def is_shortage_announced() -> bool:
+    """True if a rank ran out of memory since the groups were connected."""
+    with suppress(RuntimeError):
+        return default_store().check([f"{_SHORT}{reconnections()}"])
+    return False
+
+
+def reconnections() -> int:
+    """Number of times that this rank reconnected its groups in this job."""
+    return default_store().add(f"{_RECONNECTED}{dist.get_rank()}", 0)
+
+
+def reconnect(*, timeout_s: float) -> None:
+    """Connect the groups of this job anew, after `close_all_connections`; all ranks call it.
+
+    Raises:
+        RankError: a rank did not come in time.
+    """
+    number = default_store().add(f"{_RECONNECTED}{dist.get_rank()}", 1)
+    try:
+        reconnect_groups(number, timeout_s=timeout_s)
+    except RuntimeError as error:
+        raise RankError(
+            f"the groups of this job could not be connected again: {_line(error)}",
+            where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
+            hints=["look at the output of the other ranks"],
+        ) from error
+
+
 def close_all_connections() -> None:
     """End the messages of all groups: whoever waits for one on this rank, or for this rank, raises.
 
-    The process groups of this job cannot be used any more.
+    The process groups of this job cannot be used any more, unless `reconnect` repairs them.
     """
     for group in every_group():
         _close_connections(group)

@@ -26,6 +26,12 @@ def bucket_order(runner: DistributedDataParallel) -> list[int]:
     return [int(number) for number in layout.replace(",", " ").split()]
 
 
+def forget_backward_underway(runner: DistributedDataParallel) -> None:
+    """Let `runner` begin anew after a backward that broke off, which it refuses otherwise. Its
+    buckets are filled in a new order after the next one: all ranks call it."""
+    cast(Any, runner)._update_process_group(cast(Any, runner).process_group)
+
+
 def rebuild_buckets(runner: DistributedDataParallel, order: Sequence[int]) -> None:
     """Give a `runner` without a backward the buckets that one with this `bucket_order` has.
 

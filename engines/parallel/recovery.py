@@ -1,0 +1,259 @@
+"""Recovery from a shortage of memory: the step is made again under a plan that takes less.
+
+A step changes no parameter before its gradients are exchanged, so one that broke off can be made
+again. The rank that ran out closes its connections, so that all leave the step; they agree on what
+happened, connect anew, and follow the same plan. Engines choose none: they ask `next_plan`.
+A part of ParallelModel.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from engines.blocks.recompute import recompute_blocks
+from engines.data.finite import running_statistics
+from engines.data.fsdp import start_over
+from engines.data.microbatches import MicrobatchCutter
+from engines.plan import Compression, Offload, Plan
+from engines.runtime.failures import (
+    announce_shortage,
+    close_all_connections,
+    is_lost_contact,
+    is_shortage_announced,
+    reconnect,
+)
+from engines.runtime.random_states import random_states, restore_random_states
+from engines.runtime.shortage import Shortage, shortage_of
+from engines.runtime.steps import Steps
+from engines.runtime.world import World, texts_of_ranks
+from profiles.allocator.process_peak import release_freed_memory
+from profiles.errors import ShortageError
+from profiles.model.profile import ModelProfile
+from profiles.record import Record, json_object
+from profiles.torch_compat import version_of
+from profiles.torch_compat.ddp import forget_backward_underway
+from profiles.torch_compat.gloo import is_reconnectable
+
+log = logging.getLogger(__name__)
+
+MOST_RETRIES = 2
+"""Of one step: a plan that is too large by more than that was not predicted at all."""
+
+
+class NextPlan(Record):
+    """An answer to a shortage.
+
+    Attributes:
+        plan: that takes less; None where there is none.
+        because: what was predicted and what there is, in numbers.
+    """
+
+    plan: Plan | None
+    because: str
+
+
+Chooser = Callable[[Plan, Shortage], NextPlan]
+
+
+class RecoveryMixin:
+    """Steps that run out of memory are made again.
+
+    Attributes:
+        next_plan: asked on rank 0 for a plan that takes less than the one that failed; None: a
+            shortage ends the training.
+    """
+
+    next_plan: Chooser | None
+    module: nn.Module
+    plan: Plan
+    step: int
+    steps: Steps
+    _cutter: MicrobatchCutter
+    _profile: ModelProfile
+    _runner: Callable[..., Any]
+    _state: _State | None = None
+    _world: World
+
+    def _redone(self, attempt: Callable[[], Tensor]) -> Tensor:
+        """The result of `attempt`, a step up to its gradients; it leaves none where it raises.
+
+        Raises:
+            ShortageError: on all ranks, if no plan is left that can be followed here.
+        """
+        retries = 0
+        while True:
+            before = self._note_state() if self.next_plan else None
+            try:
+                return attempt()
+            except BaseException as error:
+                own = shortage_of(error, rank=self._world.rank, device=self._world.device)
+                self._abandon()
+                if own is None and not self._is_left_by_others(error):
+                    raise
+                because = self._why_not_redone(before)
+                if because and own is not None:
+                    raise self._ended(own, self._answer(own), because) from error
+                if because:
+                    raise
+            # Outside of `except`: the error holds the tensors of the step.
+            self._recover(own, is_last=retries == MOST_RETRIES)
+            retries += 1
+            assert before is not None
+            before.restore()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Around the optimizer: a shortage in it leaves parameters half stepped."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            own = shortage_of(error, rank=self._world.rank, device=self._world.device)
+            if own is None:
+                raise
+            because = "in the update, which may have changed some parameters"
+            raise self._ended(own, self._answer(own), because) from error
+
+    def _note_state(self) -> _State:
+        if self._state is None:
+            self._state = _State(self.module, self._world)
+        self._state.note()
+        return self._state
+
+    def _abandon(self) -> None:
+        start_over(self.module, self.plan)
+        self.module.zero_grad(set_to_none=True)
+
+    def _is_left_by_others(self, error: BaseException) -> bool:
+        """True if contact was lost because another rank ran out of memory."""
+        errors = (error, error.__cause__)
+        is_lost = any(each is not None and is_lost_contact(each) for each in errors)
+        return is_lost and self._world.size > 1 and is_shortage_announced()
+
+    def _why_not_redone(self, before: _State | None) -> str:
+        """The reason why the step cannot be made again; empty if it can."""
+        if before is None:
+            return "and nothing chooses another plan (`auto_parallelize` does)"
+        if not self.plan.updates_in_step:
+            return "and ranks that step at different times cannot agree on another plan"
+        if self.plan.compression is not Compression.NONE:
+            return "and compressed gradients remember what was sent in the step that broke off"
+        is_cpu = self._world.device.type == "cpu"
+        if self._world.size > 1 and not (is_cpu and is_reconnectable()):
+            return "and groups of accelerators cannot be left in the middle of a step"
+        changed = before.changed()
+        return f"and the forward that broke off has changed the buffer `{changed}`" * bool(changed)
+
+    def _recover(self, own: Shortage | None, *, is_last: bool) -> None:
+        """Agree on what happened and on the next plan, and follow it; all ranks call it."""
+        world = self._world
+        if world.size > 1:
+            if own is not None:
+                announce_shortage()
+            close_all_connections()
+        gc.collect()
+        release_freed_memory()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        text = own.model_dump_json() if own is not None else ""
+        texts = texts_of_ranks("shortages of memory", text, world)
+        shortages = [Shortage.build(json_object(text), where="a rank") for text in texts if text]
+        worst = max(shortages, key=lambda shortage: shortage.needed_bytes)
+        answer = self._answer(worst) if world.rank == 0 or world.size == 1 else None
+        text = answer.model_dump_json() if answer is not None else ""
+        text = texts_of_ranks("plan after a shortage", text, world)[0]
+        answer = NextPlan.build(json_object(text), where="rank 0")
+        if is_last or answer.plan is None or not self._can_follow(answer.plan):
+            because = f"for the {MOST_RETRIES + 1}rd time in this step" if is_last else ""
+            raise self._ended(worst, answer, because)
+        if world.size > 1:
+            reconnect(timeout_s=world.timeout_s)
+        if world.rank == 0 or world.size == 1:
+            log.warning(
+                "step %d: %s; it is made again, and training goes on, with %s instead of %s: %s",
+                self.step + 1,
+                worst,
+                _difference(answer.plan, self.plan),
+                _difference(self.plan, answer.plan),
+                answer.because,
+            )
+        self._follow(answer.plan)
+
+    def _answer(self, shortage: Shortage) -> NextPlan:
+        if self.next_plan is None:
+            return NextPlan(plan=None, because="")
+        return self.next_plan(self.plan, shortage)
+
+    def _can_follow(self, plan: Plan) -> bool:
+        """True if a model under the present plan can train on under `plan`."""
+        update = {name: getattr(plan, name) for name in _FOLLOWED}
+        if plan.recompute is not self.plan.recompute and (
+            self.plan.compile or self.plan.offload is not Offload.NONE
+        ):
+            return False  # both were built into the blocks
+        return plan == self.plan.model_copy(update=update)
+
+    def _follow(self, plan: Plan) -> None:
+        if plan.recompute is not self.plan.recompute:
+            recompute_blocks(self.module, plan.recompute, profile=self._profile)
+        if isinstance(self._runner, DistributedDataParallel):
+            forget_backward_underway(self._runner)
+        self.plan = plan
+        self._cutter.follow(plan)
+        self.steps.is_kept = True  # times of two plans say nothing of either
+
+    def _ended(self, shortage: Shortage, answer: NextPlan, because: str) -> ShortageError:
+        hints = ["take a plan with a smaller microbatch_size and more accumulation, or recompute"]
+        if answer.plan is not None:
+            hints = [
+                f"start again, from the last checkpoint if there is one: with `{answer.plan}`"
+                " in place of what was decided"
+            ]
+        where = f"plan: {self.plan}" + f"\n{answer.because}" * bool(answer.because)
+        what = f"step {self.step + 1}: {shortage}"
+        return ShortageError(f"{what}, {because}" if because else what, where=where, hints=hints)
+
+
+_FOLLOWED = ("microbatch_size", "accumulation", "recompute")
+"""Settings of a plan that a training can change."""
+
+
+class _State:
+    """State that a step reads and writes besides gradients."""
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self._device = world.device
+        statistics = running_statistics(module)
+        self._statistics = list(statistics.values())
+        # Under batch norms replicas are sent all buffers of the first one in every step.
+        self._others = {} if statistics else dict(module.named_buffers())
+
+    def note(self) -> None:
+        """Remember it, before a step."""
+        self._random = random_states(self._device)
+        self._before = [buffer.clone() for buffer in self._statistics]
+        self._versions = [version_of(buffer) for buffer in self._others.values()]
+
+    def changed(self) -> str:
+        """The first buffer that was written to, and cannot be restored; empty if there is none."""
+        pairs = zip(self._others.items(), self._versions, strict=True)
+        return next((name for (name, own), before in pairs if version_of(own) != before), "")
+
+    def restore(self) -> None:
+        restore_random_states(self._random, self._device)
+        with torch.no_grad():
+            for buffer, before in zip(self._statistics, self._before, strict=True):
+                buffer.copy_(before)
+
+
+def _difference(plan: Plan, other: Plan) -> str:
+    """The settings of `plan` that `other` has otherwise."""
+    names = [name for name in _FOLLOWED if getattr(plan, name) != getattr(other, name)]
+    return " ".join(f"{name}={getattr(plan, name)}" for name in names)
