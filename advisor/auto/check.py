@@ -20,6 +20,7 @@ from advisor.auto.job import machines_of
 from advisor.auto.measure import OPTIMIZERS, repeated
 from advisor.auto.given_plan import partial_plan_of
 from advisor.auto.parallelize import auto_parallelize
+from advisor.auto.preflight import warn_of_risks
 from advisor.cost import estimate
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
@@ -178,7 +179,9 @@ def _with_one_rank(request: CheckRequest, machines: ClusterProfile) -> Checked:
         precision=request.precision,
         partial=partial,
     )
-    plan = choose(facts, partial=partial).plan
+    decision = choose(facts, partial=partial)
+    warn_of_risks(decision, ranks=machines.world_size)
+    plan = decision.plan
     del loaded
     problem = why_not_alone(plan)
     if problem:

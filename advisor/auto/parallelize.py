@@ -22,6 +22,7 @@ from advisor.auto.given_plan import (
 )
 from advisor.auto.job import machines_of, require_ranks
 from advisor.auto.next_plan import NextPlans
+from advisor.auto.preflight import warn_of_risks
 from advisor.auto.proved_splits import Pairs, choose_checked
 from advisor.auto.rank_zero import from_rank_zero, require_same_request
 from advisor.decide.decision import Decision
@@ -317,6 +318,7 @@ def auto_parallelize(
         offload_folder=offload_folder,
         proofs=proofs,
     )
+    warn_of_risks(decision, ranks=world.size)
     parallel.decision = decision
     parallel.next_plan = NextPlans(decision, learns=learns)
     if world.rank == 0:

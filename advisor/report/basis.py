@@ -298,7 +298,7 @@ def hints(decision: Decision) -> Iterator[str]:
             " `auto_parallelize` takes this plan without it"
         )
     yield from decision.suggestions
-    yield from _too_large_to_load(decision)
+    yield from too_large_to_load(decision)
     yield from allocator_hint(decision)
     yield from offload.hint(decision.plan)
     yield from levers.hint(decision)
@@ -317,7 +317,7 @@ def hints(decision: Decision) -> Iterator[str]:
         )
 
 
-def _too_large_to_load(decision: Decision) -> Iterator[str]:
+def too_large_to_load(decision: Decision) -> Iterator[str]:
     """Hint at a model that does not fit main memory while loading; plans do not include loading."""
     facts, estimate = decision.facts, decision.estimate
     memory, ranks = facts.cluster.host_memory_bytes, facts.cluster.devices_per_node

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
@@ -20,9 +22,13 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from engines.runtime.preflight import shared_memory, shm_free_bytes
 from engines.runtime.random_states import random_states, restore_random_states
 from profiles.capture.batch import Batch, batch_size, split_rows
 from profiles.errors import InputError
+from profiles.model.profile import ModelProfile
+
+log = logging.getLogger(__name__)
 
 
 def split_rows_evenly(rows: int, replicas: int) -> list[int]:
@@ -77,6 +83,27 @@ class ShardedLoader:
                 " draw different orders",
                 hints=["give it a batch_size or a batch_sampler"],
             )
+
+    def warn_of_shared_memory(self, profile: ModelProfile) -> None:
+        """Log it where /dev/shm is too small for what the loading workers hand over."""
+        source = self._source
+        if not isinstance(source, DataLoader) or not source.num_workers:
+            return
+        rows = source.batch_size or self._rows()
+        risks = shared_memory(
+            free_bytes=shm_free_bytes(),
+            workers=source.num_workers,
+            prefetch=source.prefetch_factor or 1,
+            batch_bytes=profile.batch_bytes.at(rows),
+            ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
+        for risk in risks:
+            log.warning("%s", risk)
+
+    def _rows(self) -> int:
+        """Rows of this replica's batch, of a loader that was split by index; 0 if not known."""
+        size = getattr(self._indices.batches, "batch_size", 0) if self._indices else 0
+        return -(-size // self.replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle of the next pass; without it each pass takes the next epoch."""
@@ -183,7 +210,7 @@ class _ReplicaBatches(Sampler[list[int]]):
     def __init__(
         self, batches: Iterable[list[int]], replica: int, replicas: int, seed: int
     ) -> None:
-        self._batches, self._replica, self._replicas = batches, replica, replicas
+        self.batches, self._replica, self._replicas = batches, replica, replicas
         self._seed = seed
         self._epoch = self._skip = 0
         self.rows: deque[int] = deque()
@@ -195,7 +222,7 @@ class _ReplicaBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = self.rows
-        for batch in islice(_seeded(self._batches, self._seed + self._epoch), self._skip, None):
+        for batch in islice(_seeded(self.batches, self._seed + self._epoch), self._skip, None):
             sizes = split_rows_evenly(len(batch), self._replicas)
             first = sum(sizes[: self._replica])
             mine = batch[first : first + sizes[self._replica]]
@@ -204,7 +231,7 @@ class _ReplicaBatches(Sampler[list[int]]):
             yield mine or batch[:1]
 
     def __len__(self) -> int:
-        return len(cast(Sized, self._batches))
+        return len(cast(Sized, self.batches))
 
 
 def _seeded(batches: Iterable[list[int]], seed: int) -> Iterator[list[int]]:

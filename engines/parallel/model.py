@@ -331,6 +331,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         sharded = ShardedLoader(
             loader, replica=self.data_rank, replicas=self.data_world_size, seed=self._seed
         )
+        sharded.warn_of_shared_memory(self._profile)
         self._loaders.append(weakref.ref(sharded))
         return sharded
 

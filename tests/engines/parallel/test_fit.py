@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from engines.parallel.fit import FitResult
 from engines.state.checkpoint.folder import complete_saves, unlock
 from engines.state.checkpoint.manifest import read_manifest
-from profiles.errors import FileError, InputError, RankError
+from profiles.errors import FileError, InputError, RankError, RankMismatchError
 from tests.engines.cases import token_loss
 from tests.soak.training import PLANS, build, global_batches
 from tests.workers import Pool
@@ -301,3 +301,21 @@ def test_a_classic_loop_is_resumed_by_three_lines(pool: Pool, tmp_path: Path) ->
         assert first[rank] + rest[rank] == whole[rank]
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
     assert torch.tensor(whole[0]).isfinite().all()
+
+
+def _different_lengths() -> str:
+    parallel, _ = build("dp_replicate=2", steps=STEPS)
+    batches = list(global_batches())[: 3 - dist.get_rank()]
+    try:
+        parallel.fit(batches, epochs=1)
+    except RankMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.dist
+def test_loaders_of_different_lengths_are_refused_before_the_first_step(pool: Pool) -> None:
+    """Under DDP the rank with more batches would wait for the other one in its last step."""
+    for text in pool.run(_different_lengths, world_size=2):
+        assert "length of the loader in batches: rank 0 has 3, rank 1 has 2" in text
+        assert "the same loader of global batches" in text

@@ -1,0 +1,37 @@
+"""Preflight of a job: risks of its machines are logged before its first step."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from advisor.decide.decision import Decision
+from advisor.report.basis import too_large_to_load
+from engines.plan import AXES
+from engines.runtime.preflight import job_risks
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_risks(decision: Decision, *, ranks: int) -> None:
+    """Log the risks of this node, by its first rank."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    for risk in risks_of(decision, ranks=ranks):
+        log.warning("%s", risk)
+
+
+def risks_of(decision: Decision, *, ranks: int) -> list[str]:
+    """The risks of this node for a job of `ranks` under the plan of `decision`, in words."""
+    cluster, plan = decision.facts.cluster, decision.plan
+    is_gpu = cluster.device.kind != "cpu"
+    axes = sum(getattr(plan, axis) > 1 for axis in AXES)
+    is_direct = cluster.host_bridge is None or cluster.host_bridge.peer_to_peer
+    over_pcie = cluster.intra is not None and cluster.intra.name.startswith("pcie")
+    risks = job_risks(
+        ranks=ranks,
+        groups=1 + axes,
+        devices=cluster.devices_per_node if is_gpu else 0,
+        over_pcie=over_pcie and is_direct,
+    )
+    return [*map(str, risks), *too_large_to_load(decision)]
