@@ -7,6 +7,8 @@ part, as plain DDP does.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.plan import Plan
+from profiles.errors import BatchError
 from profiles.torch_compat import is_batch_norm
 
 
@@ -37,6 +40,29 @@ def synchronise_batch_norms(
         if is_batch_norm(module):
             module.forward = MethodType(forward, module)  # type: ignore[method-assign]
     return model
+
+
+@contextmanager
+def explained_single_values() -> Iterator[None]:
+    """Around a forward: explain torch's error about a batch norm over one value.
+
+    Raises:
+        BatchError: a channel has one value, which has no deviation to divide by.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "Expected more than 1 value per channel" not in str(error):
+            raise
+        raise BatchError(
+            "a batch norm got one value a channel: a microbatch of one row cannot be normalised",
+            where=str(error).splitlines()[0],
+            hints=[
+                "plan with microbatch_size=2 or more, and give each rank as many rows",
+                "drop the short batch: DataLoader(..., drop_last=True)",
+                "or sync_batch_norm=true, over the rows of all replicas",
+            ],
+        ) from error
 
 
 def warn_of_microbatches(model: nn.Module, plan: Plan) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engines.data.finite import FiniteGuard
+from engines.data.finite import FiniteGuard, running_statistics
 from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
 from engines.data.replica_checksums import ReplicaChecksums
@@ -21,7 +21,7 @@ from engines.optional.async_updates.exchange import UpdateExchange
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.random_states import random_states, restore_random_states
-from engines.runtime.world import World, rank_error_context, require_same
+from engines.runtime.world import World, rank_error_context, require_same, sum_over_ranks
 from engines.state.checkpoint.agreement import Alone, peers_of
 from engines.state.checkpoint.load import SavedStates, Step, fill, open_save
 from engines.state.checkpoint.save import CheckpointSave, SaveOptions, start_saving
@@ -31,6 +31,7 @@ from engines.state.layout import Layout
 from engines.state.optimizer import empty_optimizer, send_from_first
 from profiles.errors import InputError
 from profiles.model.profile import ModelProfile
+from profiles.torch_compat import version_of
 from profiles.torch_compat.ddp import bucket_order, rebuild_buckets
 
 PathLike = str | os.PathLike[str]
@@ -55,9 +56,11 @@ class CheckpointMixin:
     plan: Plan
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    _buffers_before: list[tuple[int, int]] | None = None
     _checksums: ReplicaChecksums
     _exchange: UpdateExchange
     _finite: FiniteGuard
+    _has_changed_buffers: bool | None = None
     _job: World
     _layout: Layout
     _loaders: list[weakref.ref[ShardedLoader]]
@@ -283,11 +286,31 @@ class CheckpointMixin:
             return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
 
     def _follow_first_replica(self, *, every_buffer: bool = False) -> None:
-        """Running statistics of batch norms follow the first replica's, as they do under plain DDP.
+        """Buffers that forwards change follow the first replica's, as they do under plain DDP:
+        running statistics of batch norms, and others from the second step on.
 
-        Other buffers do so when a checkpoint is written: it has the first replica's.
+        Those that nothing was seen to change do so when a checkpoint is written.
         """
         has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
+        has_statistics |= bool(self._has_changed_buffers)
+        if self._buffers_before is None:
+            self._buffers_before = self._other_buffers()
         if self._mesh.replicas.size > 1 and (every_buffer or has_statistics):
             group = self._mesh.replicas.group
             send_from_first(self.module.buffers(), self._world.device, group=group)
+
+    def _note_changed_buffers(self) -> None:
+        """After the first forwards: ask all ranks if one changed a buffer that is no statistic."""
+        before = self._buffers_before
+        if self._has_changed_buffers is not None or not before:
+            return
+        is_changed = before != self._other_buffers()
+        is_asked = self._mesh.replicas.size > 1 and not self._world.is_fake
+        sums = sum_over_ranks([float(is_changed)], self._world) if is_asked else [0.0]
+        self._has_changed_buffers = sums[0] > 0
+
+    def _other_buffers(self) -> list[tuple[int, int]]:
+        """The buffers besides those of batch norms, and how often they were written to."""
+        statistics = set(map(id, running_statistics(self.module).values()))
+        buffers = (b for b in self.module.buffers() if id(b) not in statistics)
+        return [(id(buffer), version_of(buffer)) for buffer in buffers]

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engines.blocks.autocast import as_fp32, autocast
 from engines.blocks.recompute import explained_recompute
 from engines.context.context import Context
+from engines.data.batch_norm import explained_single_values
 from engines.data.ddp import explained_reduction, require_all_reduced
 from engines.data.finite import FiniteGuard, OnNonfinite
 from engines.data.fsdp import prepare_backward, release, start_over, whole_gradients
@@ -230,6 +231,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         try:
             with (
                 explained_reduction(),
+                explained_single_values(),
                 self._rng.shared(),
                 autocast(self._world.device, enabled=self._runs_autocast),
             ):
@@ -295,6 +297,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._own.note_exchange()
         self._is_pending = self._is_unchecked = False
         self._check_unused()
+        self._note_changed_buffers()
         self.steps.pace = self._own.compare() or self.steps.pace
         noise = self._noise
         sent = [self._finite.marked(total).reshape(1), *([] if noise is None else [noise.parts()])]

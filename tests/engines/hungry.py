@@ -16,6 +16,9 @@ from profiles.allocator.process_peak import release_freed_memory
 from tests.engines.cases import Case
 
 MIB = 2**20
+NO_LIMIT_MIB = 8192
+"""A limit that is none: ranks without one retain no freed memory either, which a later test on the
+same process would draw on."""
 M_MMAP_THRESHOLD = -3  # mallopt(3)
 COPIES = 2**14
 """Of a row's 16 values: 1 MiB."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +23,7 @@ from engines.plan import PartialPlan, Plan
 from engines.runtime.shortage import Shortage
 from profiles.workload.workload import Workload
 from tests.engines.cases import CASES, cpu_ranks, profile_of
-from tests.engines.hungry import HUNGRY, hungry_batch, memory_limit
+from tests.engines.hungry import HUNGRY, NO_LIMIT_MIB, hungry_batch, memory_limit
 from tests.engines.parity import local_rows, reference_loss, relative
 from tests.workers import Pool
 
@@ -100,7 +99,7 @@ def _train(short: int, extra_mib: float, folder: str) -> tuple[float, str, str, 
         parallel = auto_parallelize(HUNGRY.build(), **options)
         assert parallel.plan.microbatch_size == ROWS
         part = local_rows(parallel, batch, rows)
-        with memory_limit(extra_mib) if rank == short else nullcontext():
+        with memory_limit(extra_mib if rank == short else NO_LIMIT_MIB):
             losses = [parallel.train_step(part) for _ in range(2)]
         again = auto_parallelize(HUNGRY.build(), **options)
     logger.removeHandler(listener)

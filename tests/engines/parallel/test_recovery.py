@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from engines.plan import Plan, Recompute
 from engines.runtime.shortage import Shortage
 from profiles.errors import RankError, ShortageError
 from tests.engines.cases import Case
-from tests.engines.hungry import HUNGRY, Wide, hungry_batch, memory_limit
+from tests.engines.hungry import HUNGRY, NO_LIMIT_MIB, Wide, hungry_batch, memory_limit
 from tests.engines.parity import local_rows, reference_loss, relative, spread
 from tests.workers import Pool
 
@@ -52,7 +51,7 @@ def _train(plan: str, short: int, extra_mib: float, steps: int = 2) -> tuple[flo
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9)
     batches = [hungry_batch(rows + step) for step in range(steps)]
     batches = [(x[:rows], y[:rows]) for x, y in batches]
-    with memory_limit(extra_mib) if rank == short else nullcontext():
+    with memory_limit(extra_mib if rank == short else NO_LIMIT_MIB):
         losses = [parallel.train_step(local_rows(parallel, batch, rows)) for batch in batches]
     errors = []
     for batch, loss in zip(batches, losses, strict=True):
@@ -113,7 +112,7 @@ def _refusal(plan: str, short: int, extra_mib: float, *, asks: bool = True) -> s
     parallel.next_plan = Halving() if asks else None
     rows = ROWS * parallel.data_world_size
     batch = local_rows(parallel, hungry_batch(rows), rows)
-    with memory_limit(extra_mib) if rank == short else nullcontext():
+    with memory_limit(extra_mib if rank == short else NO_LIMIT_MIB):
         try:
             parallel.train_step(batch)
         except (ShortageError, RankError) as error:

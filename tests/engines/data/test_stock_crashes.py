@@ -1,0 +1,89 @@
+"""Models on which torch's own wrappers crash train here like one process, or are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from profiles.errors import PlanError
+from tests.engines.cases import Case
+from tests.engines.hungry import hungry_batch
+from tests.engines.parity import gradient_error, local_rows, reference_loss, spread
+from tests.workers import Pool
+
+
+class Partly(nn.Module):
+    """One of its layers is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.never = nn.Linear(16, 5), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+class Mixed(nn.Module):
+    """One layer of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 5)
+        self.layer.scale = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) * self.layer.scale.float()
+        return out
+
+
+def _unused() -> tuple[str, float]:
+    """The error of plain DDP in its second step, and our gradients' largest."""
+    case = Case(Partly, hungry_batch, F.cross_entropy)
+    reference, parallel = spread(case, "dp_replicate=2")
+    batch = hungry_batch(8)
+    inputs, targets = local_rows(parallel, batch, 8)  # type: ignore[misc]
+    runner, text = DistributedDataParallel(Partly()), ""
+    try:
+        for _ in range(2):
+            F.cross_entropy(runner(inputs), targets).backward()
+    except RuntimeError as error:
+        text = str(error)
+    for _ in range(2):
+        parallel.optimizer.zero_grad()
+        parallel.forward_backward((inputs, targets))
+    reference_loss(reference, case, batch).backward()
+    return text, gradient_error(parallel, reference)
+
+
+@pytest.mark.dist
+def test_unused_parameters_train_under_ddp(pool: Pool) -> None:
+    for text, error in pool.run(_unused, world_size=2):
+        assert "Expected to have finished reduction" in text
+        assert error < 1e-5
+
+
+def _mixed() -> tuple[str, str]:
+    case = Case(Mixed, hungry_batch, F.cross_entropy)
+    plain = fully_shard(Mixed())
+    stock, ours = "", ""
+    try:
+        plain(hungry_batch(2)[0])
+    except (AssertionError, RuntimeError, ValueError) as error:
+        stock = str(error)
+    try:
+        spread(case, "dp_shard=2")
+    except PlanError as error:
+        ours = str(error)
+    return stock, ours
+
+
+@pytest.mark.dist
+def test_two_dtypes_in_a_sharded_unit_are_refused_by_name(pool: Pool) -> None:
+    for stock, ours in pool.run(_mixed, world_size=2):
+        assert "uniform original parameter dtype" in stock
+        assert "`layer` holds parameters of" in ours
