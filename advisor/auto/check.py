@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from advisor.auto.facts_from_module import facts_from_module
+from advisor.auto.given_plan import partial_plan_of
 from advisor.auto.job import machines_of
 from advisor.auto.measure import OPTIMIZERS, repeated
-from advisor.auto.given_plan import partial_plan_of
 from advisor.auto.parallelize import auto_parallelize
 from advisor.auto.preflight import warn_of_risks
 from advisor.cost import estimate
