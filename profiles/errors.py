@@ -22,17 +22,23 @@ indented lines for where, then hints.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 LONGEST_NAME = 200
 """Characters of a name that are shown, and of one that is compared with those that exist."""
+LONGEST_LINE, LONGEST_TEXT = 2000, 20_000
+"""Characters of an error: it may quote what it refuses, which has no bound."""
+# Control characters and half characters; those that turn the direction of what follows.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class AdvisorError(Exception):
     """Base of all deliberate errors.
 
     `what` names the offending value, `where` the option, file, module or rank, and each hint is one
-    change that would work. The words are shown to users as they are.
+    change that would work. The words are shown to users as they are, but for what would drive a
+    terminal, and the rest of long lines.
     """
 
     exit_code = 2
@@ -49,7 +55,13 @@ class AdvisorError(Exception):
             lines += [f"  {line}" for line in self.where.splitlines()]
         if self.hints:
             lines += ["", *(f"hint: {hint}" for hint in self.hints)]
-        return "\n".join(lines)
+        return _shown("\n".join(lines))
+
+
+def _shown(text: str) -> str:
+    lines = _UNPRINTABLE.sub("?", text[:LONGEST_TEXT]).split("\n")
+    short = (x if len(x) <= LONGEST_LINE else f"{x[:LONGEST_LINE]}..." for x in lines)
+    return "\n".join(short) + "..." * (len(text) > LONGEST_TEXT)
 
 
 class InputError(AdvisorError, ValueError):

@@ -11,6 +11,8 @@ from decimal import Decimal
 
 from profiles.errors import UnitError
 
+MOST_NUMBER = 1e30
+"""Before a unit: the FLOP of the largest trainings have 27 digits."""
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
@@ -40,6 +42,8 @@ def _split(text: str, where: str | None, example: str) -> tuple[float, str]:
         raise UnitError(f"`{text}` has no unit", where=where, hints=[example])
     if number < 0:
         raise UnitError(f"`{text}` is negative", where=where, hints=[example])
+    if number > MOST_NUMBER:
+        raise UnitError(f"`{text}` is beyond {MOST_NUMBER:g}", where=where, hints=[example])
     return number, unit
 
 

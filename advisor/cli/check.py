@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from advisor.cli.command import common_options, count, one_of
+from advisor.cli.command import batch, common_options, count, one_of, tokens
 from advisor.cli.machines import only_first_rank
 from advisor.inputs.console import say, show_on_screen, writable, write
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     help="Machines that the plan is for, with devices as this one has; auto is this job.",
 )
 @click.option("--plan", "partial", metavar="SETTINGS", default="", help="Settings that are fixed.")
-@click.option("--global-batch", callback=count, metavar="SAMPLES", help="Samples per step.")
-@click.option("--seq", callback=count, metavar="TOKENS", help="Tokens per sample.")
+@click.option("--global-batch", callback=batch, metavar="SAMPLES", help="Samples per step.")
+@click.option("--seq", callback=tokens, metavar="TOKENS", help="Tokens per sample.")
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="Is run too.")
 @click.option(
     "--precision",

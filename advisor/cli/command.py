@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import click
 
 from advisor.inputs.console import local_rank, say
+from profiles.bounds import MOST_BATCH, MOST_COUNT, MOST_TOKENS, whole_number
 from profiles.errors import AdvisorError, FileError, InputError, UnknownNameError, near_misses
 
 OUR_MISTAKE = 101  # as ruff and cargo: neither a success, nor an answer, nor the user's mistake
@@ -147,13 +148,17 @@ def one_of(*known: str) -> Callback[str]:
     return convert
 
 
-def count(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    """Callback for an option that is a positive integer."""
-    if value is None:
-        return None
-    if not value.isdecimal() or int(value) == 0:
-        raise InputError(f"`{param.opts[-1]}` wants a positive whole number, not `{value}`")
-    return int(value)
+def at_most(most: int) -> Callback[int]:
+    """Callback for an option that is a whole number from 1 to `most`."""
+
+    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+        return None if value is None else whole_number(value, param.opts[-1], most=most)
+
+    return convert
+
+
+count, batch, tokens = map(at_most, (MOST_COUNT, MOST_BATCH, MOST_TOKENS))
+"""Of options that count something, samples of a step, or tokens of a sequence."""
 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:

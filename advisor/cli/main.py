@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 import click
 
 from advisor.cli.check import check
-from advisor.cli.command import Advise, Command, common_options, count, fraction, one_of, seconds
+from advisor.cli.command import (
+    Advise,
+    Command,
+    batch,
+    common_options,
+    count,
+    fraction,
+    one_of,
+    seconds,
+    tokens,
+)
 from advisor.cli.machines import look, only_first_rank, timed_here
 from advisor.cli.options import facts_of
 from advisor.cli.run import run
@@ -29,7 +39,7 @@ if TYPE_CHECKING:
 OF_A_JOB = ("check", "plan", "probe", "run", "sweep")  # ranks may all have to take part
 sequence_option = click.option(
     "--seq",
-    callback=count,
+    callback=tokens,
     metavar="TOKENS",
     help="Tokens per sample, where MODEL brings no sample of its own.",
 )
@@ -83,7 +93,7 @@ def cli(ctx: click.Context) -> None:
 )
 @click.option(
     "--global-batch",
-    callback=count,
+    callback=batch,
     metavar="SAMPLES",
     help="Samples per optimizer step over all devices. Default: the sample's batch on each device.",
 )

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from advisor.cli.command import common_options, count, seconds
+from advisor.cli.command import batch, common_options, count, seconds, tokens
 from advisor.cli.machines import only_first_rank
 from advisor.cli.options import facts_of
 from advisor.inputs.console import say, show_on_screen, writable, write
+from profiles.bounds import MOST_BATCH, whole_number
 from profiles.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ QUANTITIES = {
     metavar="NAME|FILE|auto",
     help="Machines, as for `advise plan`.",
 )
-@click.option("--global-batch", callback=count, metavar="SAMPLES", help="Samples per step.")
-@click.option("--seq", callback=count, metavar="TOKENS", help="Tokens per sample.")
+@click.option("--global-batch", callback=batch, metavar="SAMPLES", help="Samples per step.")
+@click.option("--seq", callback=tokens, metavar="TOKENS", help="Tokens per sample.")
 @click.option(
     "--optimizer",
     default="adamw",
@@ -120,8 +121,8 @@ def sweep(
         from advisor.whatif.sweep.picture import require_matplotlib
 
         require_matplotlib()
-    if option == "batch" and global_batch is None and texts[0].isdecimal():
-        global_batch = int(texts[0])  # open, so the first value serves
+    if option == "batch" and global_batch is None:
+        global_batch = whole_number(texts[0], "--batch", most=MOST_BATCH)  # the first one serves
     if measure and (stack is not None or swept is Swept.STACK):
         raise InputError(
             "`--measure` runs our engines, whose stack is no option",

@@ -170,10 +170,7 @@ def profile_of_config(
 
     where, samples = f"config of {like.name}", like.samples
     if config.get("model_type") == BUNDLED:
-        from advisor.inputs.bundled.gpt import GPTConfig
-
-        fields: dict[str, Any] = {k: v for k, v in config.items() if k != "model_type"}
-        loaded = _gpt(GPTConfig(**fields), like.name, samples, sequence_length)
+        loaded = _gpt(_shape_of_config(config, where), like.name, samples, sequence_length)
     else:
         try:
             family_of(config, where=where)
@@ -320,6 +317,22 @@ def _shape(name: str) -> GPTConfig:
     folder = Path(name)
     inside = [f"did you mean `{folder / CONFIG}`?"] if (folder / CONFIG).is_file() else []
     raise UnknownNameError("model", name, SHAPES, hints=[*inside, f"MODEL is {KINDS}"])
+
+
+def _shape_of_config(config: Mapping[str, object], where: str) -> GPTConfig:
+    from advisor.inputs.bundled.gpt import GPTConfig
+    from profiles.closed_forms.families.fields import Fields
+
+    fields = Fields(config, where=where)
+    width, num_heads = fields.heads("width", "num_heads")
+    return GPTConfig(
+        vocab_size=fields.size("vocab_size"),
+        context=fields.size("context"),
+        num_layers=fields.size("num_layers"),
+        num_heads=num_heads,
+        width=width,
+        dropout=fields.share("dropout", 0.0),
+    )
 
 
 def _factory_name(text: str) -> tuple[str, str]:

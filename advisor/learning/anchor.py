@@ -22,10 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from advisor.inputs.facts import Facts
 from advisor.learning.constants import WIDEST_ERROR, as_measured, measured, slowed, unit_times
+from profiles.bounds import Batch, Devices, Tokens
 from profiles.cache import fingerprint
 from profiles.errors import InputError
 from profiles.machine.cluster import Anchored, AxisFits, ClusterProfile, Constant, Learned, Link
@@ -122,7 +123,7 @@ class Anchor(Document):
     """
 
     machine: Machine
-    ranks: PositiveInt
+    ranks: Devices
     is_one_rank: bool = False
     model: str
     kind: str
@@ -130,8 +131,8 @@ class Anchor(Document):
     stack: str
     optimizer: str
     plan: str
-    batch: PositiveInt
-    tokens: PositiveInt | None = None
+    batch: Batch
+    tokens: Tokens | None = None
     terms: dict[Term, TermResidual]
     constants: dict[Constant, PositiveFloat] = Field(default_factory=dict)
     links: Links | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from advisor.predict.setup import Refusal
+from profiles.bounds import MOST_TOKENS
 from profiles.errors import FileError, InputError
 from profiles.record import read_text
 from profiles.units import MIB
@@ -95,7 +96,13 @@ class TableRow:
 MOST_TABLE_BYTES, MOST_ROWS = 16 * MIB, 100_000
 # Upper bound of any number in a row: larger ones are typing errors and slow to factorize.
 MOST = 10**9
-_LIMITS = {"n_gpus": 10**6, "gpus_per_node": 1024, "n_layers": 10**5, "global_batch": 10**8}
+_LIMITS = {
+    "n_gpus": 10**6,
+    "gpus_per_node": 1024,
+    "n_layers": 10**5,
+    "global_batch": 10**8,
+    "seq_len": MOST_TOKENS,
+}
 _KINDS = {f.name: str(f.type) for f in fields(TableRow)}
 
 

@@ -27,6 +27,7 @@ from engines.plan import (
     Schedule,
     Updates,
 )
+from profiles.bounds import MOST_MICROBATCHES
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -206,7 +207,9 @@ def factors(number: int) -> Iterator[tuple[int, int, int]]:
     """
     for size in reversed(divisors(number)):
         for microbatches in reversed(divisors(number // size)):
-            yield size, microbatches, number // size // microbatches
+            accumulation = number // size // microbatches
+            if max(microbatches, accumulation) <= MOST_MICROBATCHES:
+                yield size, microbatches, accumulation
 
 
 def stages_per_rank(schedule: Schedule, pp: int, segments: int) -> Sequence[int]:

@@ -7,7 +7,6 @@ from typing import Any, Self, cast, get_args
 
 from pydantic import (
     NonNegativeInt,
-    PositiveInt,
     SerializerFunctionWrapHandler,
     field_serializer,
     field_validator,
@@ -26,7 +25,17 @@ from engines.plan.settings import (
     Updates,
     format_setting,
 )
-from profiles.errors import PlanError, UnknownNameError
+from profiles.bounds import (
+    MOST_COUNT,
+    Batch,
+    Count,
+    CountOrZero,
+    Devices,
+    DevicesOrZero,
+    Microbatches,
+    whole_number,
+)
+from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.record import Record
 
 
@@ -41,17 +50,17 @@ class PartialPlan(Record):
     (2, None, True, 'tp=2 recompute=full')
     """
 
-    pp: PositiveInt | None = None
-    dp_replicate: PositiveInt | None = None
-    dp_shard: PositiveInt | None = None
-    cp: PositiveInt | None = None
-    tp: PositiveInt | None = None
-    ep: PositiveInt | None = None
+    pp: Devices | None = None
+    dp_replicate: Devices | None = None
+    dp_shard: Devices | None = None
+    cp: Devices | None = None
+    tp: Devices | None = None
+    ep: Devices | None = None
     zero: NonNegativeInt | None = None
     data_parallel: DataParallel | None = None
-    microbatch_size: PositiveInt | None = None
-    microbatches: PositiveInt | None = None
-    accumulation: PositiveInt | None = None
+    microbatch_size: Batch | None = None
+    microbatches: Microbatches | None = None
+    accumulation: Microbatches | None = None
     schedule: Schedule | None = None
     stages: tuple[str, ...] | None = None
     recompute: Recompute | None = None
@@ -62,14 +71,14 @@ class PartialPlan(Record):
     tensor_styles: tuple[tuple[str, str], ...] | None = None
     aggregation: Aggregation | None = None
     compression: Compression | None = None
-    compression_rank: PositiveInt | None = None
+    compression_rank: Count | None = None
     updates: Updates | None = None
-    sync_every: PositiveInt | None = None
-    servers: NonNegativeInt | None = None
-    backup_workers: NonNegativeInt | None = None
-    max_staleness: NonNegativeInt | None = None
+    sync_every: Count | None = None
+    servers: DevicesOrZero | None = None
+    backup_workers: DevicesOrZero | None = None
+    max_staleness: CountOrZero | None = None
     offload_to: OffloadTo | None = None
-    bucket_mib: PositiveInt | None = None
+    bucket_mib: Count | None = None
 
     @field_validator("tensor_styles", mode="before")
     @classmethod
@@ -226,6 +235,7 @@ def _read_value(key: str, value: str, *, where: str) -> Any:
         if value not in ("true", "false"):
             raise UnknownNameError(key, value, ("true", "false"), where=where)
         return value == "true"
-    if not value.isdecimal() or (int(value) == 0 and key not in _MAY_BE_ZERO):
-        raise PlanError(f"`{key}` wants a positive whole number, not `{value}`", where=where)
-    return int(value)
+    try:
+        return whole_number(value, key, least=key not in _MAY_BE_ZERO, most=MOST_COUNT)
+    except InputError as error:
+        raise PlanError(error.what, where=where) from None

@@ -10,7 +10,7 @@ import json
 import os
 from typing import Any, Self
 
-from pydantic import NonNegativeInt, PositiveInt, field_serializer, field_validator, model_validator
+from pydantic import field_serializer, field_validator, model_validator
 
 from engines.plan.partial_plan import AFTER_DEGREES, PartialPlan
 from engines.plan.settings import (
@@ -25,6 +25,14 @@ from engines.plan.settings import (
     Schedule,
     Updates,
     format_setting,
+)
+from profiles.bounds import (
+    Batch,
+    Count,
+    CountOrZero,
+    Devices,
+    DevicesOrZero,
+    Microbatches,
 )
 from profiles.errors import FileError, PlanError, UnknownNameError
 from profiles.record import Document, json_file
@@ -67,16 +75,16 @@ class Plan(Document):
     ('full_shard', 4, 'dp_shard=4 microbatches=2')
     """
 
-    pp: PositiveInt = 1
-    dp_replicate: PositiveInt = 1
-    dp_shard: PositiveInt = 1
-    cp: PositiveInt = 1
-    tp: PositiveInt = 1
-    ep: PositiveInt = 1
+    pp: Devices = 1
+    dp_replicate: Devices = 1
+    dp_shard: Devices = 1
+    cp: Devices = 1
+    tp: Devices = 1
+    ep: Devices = 1
     data_parallel: DataParallel = DataParallel.NONE
-    microbatch_size: PositiveInt | None = None
-    microbatches: PositiveInt = 1
-    accumulation: PositiveInt = 1
+    microbatch_size: Batch | None = None
+    microbatches: Microbatches = 1
+    accumulation: Microbatches = 1
     recompute: Recompute = Recompute.NONE
     precision: Precision = Precision.FP32
     offload: Offload = Offload.NONE
@@ -87,14 +95,14 @@ class Plan(Document):
     tensor_styles: tuple[tuple[str, str], ...] = ()
     aggregation: Aggregation = Aggregation.BACKEND
     compression: Compression = Compression.NONE
-    compression_rank: PositiveInt = 1
+    compression_rank: Count = 1
     updates: Updates = Updates.SYNCHRONOUS
-    sync_every: PositiveInt = 1
-    servers: NonNegativeInt = 0
-    backup_workers: NonNegativeInt = 0
-    max_staleness: NonNegativeInt | None = None
+    sync_every: Count = 1
+    servers: DevicesOrZero = 0
+    backup_workers: DevicesOrZero = 0
+    max_staleness: CountOrZero | None = None
     offload_to: OffloadTo = OffloadTo.HOST
-    bucket_mib: PositiveInt = 25
+    bucket_mib: Count = 25
 
     @model_validator(mode="before")
     @classmethod

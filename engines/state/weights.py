@@ -79,7 +79,12 @@ class SafetensorsFiles(Mapping[str, Tensor]):
         path = self._file_of[name]
         if path not in self._open:
             self._open[path] = _opened(path)
-        return self._open[path].get_tensor(name)
+        from safetensors import SafetensorError
+
+        try:
+            return self._open[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise FileError(f"`{path}` cannot be read as safetensors: {error}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)

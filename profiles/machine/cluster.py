@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from enum import StrEnum
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
+from profiles.bounds import MOST_DEVICES, Devices, DevicesOfNode
+from profiles.errors import InputError
 from profiles.machine.topology import Tier, Topology
 from profiles.provenance import Quantity, Source
 from profiles.record import Document, Record
@@ -52,8 +61,8 @@ class AxisFits(Record):
         fits: each group's own; bandwidth is not summed over the groups of a node.
     """
 
-    group_size: PositiveInt
-    stride: PositiveInt
+    group_size: Devices
+    stride: Devices
     fits: dict[Collective, LinkFit]
 
 
@@ -100,7 +109,7 @@ class HostBridge(Record):
     """
 
     link: Link
-    devices: PositiveInt
+    devices: DevicesOfNode
     peer_to_peer: bool = True
 
 
@@ -136,6 +145,15 @@ class Device(Record):
     board_power_w: Quantity | None = None
     host_link_bytes_per_s: Quantity | None = None
     attention: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _has_the_rate_of_plain_operations(self) -> Self:
+        if "float32" not in self.flop_per_s:
+            raise InputError(
+                f"`{self.name}` has no rate in float32, in which losses and norms are computed",
+                hints=['add `float32 = "60 TFLOP/s"` to its rates'],
+            )
+        return self
 
 
 class Constant(StrEnum):
@@ -219,19 +237,19 @@ class ClusterProfile(Document):
 
     name: str
     notes: tuple[str, ...] = ()
-    num_nodes: PositiveInt
-    devices_per_node: PositiveInt
-    nodes_per_domain: PositiveInt = 1
-    network_cards: PositiveInt | None = None
+    num_nodes: Devices
+    devices_per_node: DevicesOfNode
+    nodes_per_domain: Devices = 1
+    network_cards: DevicesOfNode | None = None
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
-    nodes_per_switch: PositiveInt | None = None
+    nodes_per_switch: Devices | None = None
     pair: Link | None = None
     host_bridge: HostBridge | None = None
     device: Device
     intra: Link | None
     inter: Link | None
     host_memory_bytes: Quantity | None = None
-    cores: PositiveInt | None = None
+    cores: Devices | None = None
     disk_write_bytes_per_s: Quantity | None = None
     disk_read_bytes_per_s: Quantity | None = None
     disk_free_bytes: Quantity | None = None
@@ -239,6 +257,16 @@ class ClusterProfile(Document):
     overlap: Overlap | None = None
     learned: Learned | None = None
     parts: ClusterProfile | None = None
+
+    @model_validator(mode="after")
+    def _no_more_devices_than_there_are(self) -> Self:
+        if self.world_size > MOST_DEVICES:
+            raise InputError(
+                f"`num_nodes` * `devices_per_node` = {self.num_nodes:,} * {self.devices_per_node:,}"
+                f" = {self.world_size:,} devices: {MOST_DEVICES:,} are the most",
+                hints=[f"take {MOST_DEVICES // self.devices_per_node} nodes or fewer"],
+            )
+        return self
 
     @property
     def world_size(self) -> int:

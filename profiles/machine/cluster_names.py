@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from profiles.bounds import MOST_DEVICES, whole_number
 from profiles.errors import InputError, UnknownNameError, near_misses
 from profiles.machine import catalogue
 
+MOST_KINDS = 64
 EXAMPLES = 'write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file'
 
 _NAME = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?(.+)", re.IGNORECASE)
@@ -30,7 +32,10 @@ def parts_of_name(text: str) -> tuple[NamedNodes, ...]:
         UnknownNameError: no such accelerator or system; the near miss is named.
         InputError: a count of 0, or a short name that fits several.
     """
-    return tuple(_part(part, text.strip()) for part in text.split("+"))
+    parts = text.split("+", MOST_KINDS)
+    if len(parts) > MOST_KINDS:
+        raise InputError(f"a cluster of more than {MOST_KINDS} kinds of nodes", hints=[EXAMPLES])
+    return tuple(_part(part, text.strip()) for part in parts)
 
 
 def _part(part: str, text: str) -> NamedNodes:
@@ -38,7 +43,8 @@ def _part(part: str, text: str) -> NamedNodes:
     if match is None:
         raise InputError("the cluster has no name", hints=[EXAMPLES])
     name = match[3]
-    numbers = [int(count) for count in match.group(1, 2) if count is not None]
+    counts = [count for count in match.group(1, 2) if count is not None]
+    numbers = [whole_number(n, "nodes or devices", least=0, most=MOST_DEVICES) for n in counts]
     if 0 in numbers:
         raise InputError(f"cluster `{text}` has no devices", hints=[EXAMPLES])
     system = _system_named(name)

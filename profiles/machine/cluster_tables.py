@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
+from profiles.bounds import Devices, DevicesOfNode
 from profiles.machine import quantities
 from profiles.record import Record
 
@@ -17,8 +18,8 @@ class FitTable(Record):
 
 
 class AxisTable(Record):
-    group_size: Annotated[int, Field(ge=2)]
-    stride: PositiveInt
+    group_size: Annotated[Devices, Field(ge=2)]
+    stride: Devices
     fits: dict[str, FitTable] = Field(default_factory=dict)
 
 
@@ -37,7 +38,7 @@ class LinkTable(Record):
 
 
 class BridgeTable(LinkTable):
-    devices: PositiveInt | None = None
+    devices: DevicesOfNode | None = None
     peer_to_peer: bool = True
 
 
@@ -61,19 +62,19 @@ class ClusterTable(Record):
     name: str | None = None
     system: str | None = None
     accelerator: str | None = None
-    nodes: PositiveInt = 1
-    count: PositiveInt | None = None  # of nodes, in a table `[[node]]`
+    nodes: Devices = 1
+    count: Devices | None = None  # of nodes, in a table `[[node]]`
     node: list[ClusterTable] = Field(default_factory=list)
     notes: tuple[str, ...] = ()
-    devices_per_node: PositiveInt | None = None
-    nodes_per_domain: PositiveInt | None = None
-    network_cards: PositiveInt | None = None
+    devices_per_node: DevicesOfNode | None = None
+    nodes_per_domain: Devices | None = None
+    network_cards: DevicesOfNode | None = None
     oversubscription: Annotated[float, Field(ge=1)] = 1.0
-    nodes_per_switch: PositiveInt | None = None
+    nodes_per_switch: Devices | None = None
     pair: LinkTable | None = None
     host_bridge: BridgeTable | None = None
     host_memory: quantities.Memory = None
-    cores: PositiveInt | None = None
+    cores: Devices | None = None
     disk_write: quantities.Bandwidth = None
     disk_read: quantities.Bandwidth = None
     disk_free: quantities.Memory = None

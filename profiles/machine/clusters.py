@@ -71,10 +71,27 @@ def resolve_cluster(text: str) -> ClusterProfile:
     """
     path = Path(text)
     if path.suffix == ".json":
-        return ClusterProfile.load(path)
+        cluster = ClusterProfile.load(path)
+        _require_links(cluster, where=text)
+        return cluster
     if path.suffix == ".toml" or os.sep in text or path.is_file():
         return load_cluster(path)
     return cluster_from_name(text)
+
+
+def _require_links(cluster: ClusterProfile, *, where: str) -> None:
+    """Refuse devices that nothing joins: a saved profile says all, and nothing lends it a link."""
+    for name, link, count in (
+        ("intra", cluster.intra, cluster.domain_devices),
+        ("inter", cluster.inter, cluster.num_domains),
+    ):
+        if link is None and count > 1:
+            joined = "devices of a node" if name == "intra" else "nodes"
+            raise InputError(
+                f"`{name}` is null, and {count:,} {joined} are joined by it",
+                where=where,
+                hints=["write the cluster as TOML: what it leaves out comes from the catalogue"],
+            )
 
 
 def cluster_from_name(text: str) -> ClusterProfile:
@@ -211,26 +228,26 @@ def _assemble(
         )
     if donor is not None and donor.cores is not None and cores is None:
         cores = max(1, donor.cores * per_node // donor.devices)
-    return ClusterProfile(
-        name=table.name or f"{table.nodes}x{per_node}x{device.name}",
-        notes=table.notes,
-        num_nodes=num_nodes,
-        devices_per_node=per_node,
-        nodes_per_domain=table.nodes_per_domain or (donor.nodes_per_domain if donor else 1),
-        network_cards=cards,
-        oversubscription=table.oversubscription,
-        nodes_per_switch=table.nodes_per_switch,
-        pair=pair,
-        host_bridge=bridge,
-        device=catalogue.in_cluster(device, intra, world=num_nodes * per_node),
-        intra=intra,
-        inter=inter,
-        host_memory_bytes=host,
-        cores=cores,
-        disk_write_bytes_per_s=table.disk_write,
-        disk_read_bytes_per_s=table.disk_read,
-        disk_free_bytes=table.disk_free,
-        axes=tuple(
+    values = {
+        "name": table.name or f"{table.nodes}x{per_node}x{device.name}",
+        "notes": table.notes,
+        "num_nodes": num_nodes,
+        "devices_per_node": per_node,
+        "nodes_per_domain": table.nodes_per_domain or (donor.nodes_per_domain if donor else 1),
+        "network_cards": cards,
+        "oversubscription": table.oversubscription,
+        "nodes_per_switch": table.nodes_per_switch,
+        "pair": pair,
+        "host_bridge": bridge,
+        "device": catalogue.in_cluster(device, intra, world=num_nodes * per_node),
+        "intra": intra,
+        "inter": inter,
+        "host_memory_bytes": host,
+        "cores": cores,
+        "disk_write_bytes_per_s": table.disk_write,
+        "disk_read_bytes_per_s": table.disk_read,
+        "disk_free_bytes": table.disk_free,
+        "axes": tuple(
             AxisFits(
                 group_size=axis.group_size,
                 stride=axis.stride,
@@ -238,5 +255,6 @@ def _assemble(
             )
             for index, axis in enumerate(table.axes)
         ),
-        overlap=Overlap.build(table.overlap.model_dump()) if table.overlap else None,
-    )
+        "overlap": Overlap.build(table.overlap.model_dump()) if table.overlap else None,
+    }
+    return ClusterProfile.build(values, where=where)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from profiles.bounds import MOST_DEVICES, whole_number
 from profiles.errors import InputError
 
+LOOPBACK = ("--standalone", "--local-addr", "127.0.0.1")
+"""Options of torchrun for ranks of one node."""
 _OWN_TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
 
 
@@ -153,5 +157,17 @@ def _slurm_counts(text: str) -> list[int]:
     """Tasks per node from Slurm's short form: "8(x4)" is four nodes of 8, "2,1" is 2 and 1."""
     counts: list[int] = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(repeat or 1)
+        nodes = whole_number(repeat or "1", "tasks per node, nodes", least=0, most=MOST_DEVICES)
+        counts += [whole_number(count, "tasks per node", least=0, most=MOST_DEVICES)] * nodes
     return counts
+
+
+def loopback_environment() -> dict[str, str]:
+    """Variables for ranks of one node that, beside `LOOPBACK`, keep them off other interfaces.
+
+    gloo takes the address of the host's name. torchrun's store has no secret and listens on all
+    interfaces: ranks meet in one of their own (see `engines.runtime.rendezvous`).
+    """
+    has_lo = any(name == "lo" for _, name in socket.if_nameindex())
+    gloo = {"GLOO_SOCKET_IFNAME": "lo"} if has_lo else {}
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **gloo}

@@ -8,6 +8,7 @@ from math import prod
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
+from profiles.bounds import Batch, Tokens
 from profiles.model.affine import Affine as Affine
 from profiles.model.crossings import DeviceCrossing
 from profiles.model.flow import GLUE as GLUE
@@ -178,8 +179,8 @@ class ModelProfile(Document):
     name: str
     units: tuple[UnitProfile, ...]
     dtype: str
-    samples: PositiveInt
-    tokens_per_sample: PositiveInt | None = None
+    samples: Batch
+    tokens_per_sample: Tokens | None = None
     batch_bytes: Affine = Affine()
     tied: tuple[tuple[str, ...], ...] = ()
     unused: tuple[str, ...] = ()

@@ -33,6 +33,8 @@ class Limits:
         values: numbers, texts and containers together, roughly 100 bytes of memory each.
         depth: containers inside one another.
         digits: of one number as written. A profile's largest has 30.
+        magnitude: of a number. The largest there is, the FLOP of a training, have 27 digits; beyond
+            the default products of a few numbers are infinite, and no number at all.
         characters: of one text.
         has_controls: texts may hold control characters: they are data, never shown.
     """
@@ -40,6 +42,7 @@ class Limits:
     values: int = 1_000_000
     depth: int = 64
     digits: int = 100
+    magnitude: float = 1e30
     characters: int = MIB
     has_controls: bool = False
 
@@ -214,6 +217,11 @@ def _require_plain(data: Any, where: str | None, limits: Limits) -> None:
                 rest += value
             case float() as value if not math.isfinite(value):
                 raise FileError(f"a number is {value}: a finite one is wanted", where=where)
+            case int() | float() as value if abs(value) > limits.magnitude:
+                raise FileError(
+                    f"a number is {str(value)[:20]}...: {limits.magnitude:g} is the most",
+                    where=where,
+                )
 
 
 def _require_text(value: str, where: str | None, limits: Limits) -> None:

@@ -111,6 +111,8 @@ def _friendly(error: ValidationError, cls: type[BaseModel], where: str | None) -
     message = first["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
     if first["type"] == "greater_than":
         message = f"more than {first['ctx']['gt']} is wanted"
+    if first["type"] == "less_than_equal":
+        message = f"{first['ctx']['le']:,} is the most"
     return InputError(shown + message, where=place)
 
 

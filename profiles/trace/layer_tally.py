@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from profiles.errors import ModelError
 from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost, Stretch
 from profiles.model.work import AttentionCall, AttentionKernel, Fusible, Product, ProductKind
@@ -81,6 +82,10 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line, samples: int) ->
         trained = tuple(nbytes for nbytes in part.parameters.values() if nbytes)
         return Stretch(**figures, parameter_gradient_bytes=trained)
 
+    if not (shape.inputs and shape.outputs):
+        raise ModelError(
+            f"the layer `{shape.path}` has {shape.inputs} inputs and {shape.outputs} outputs"
+        )
     pieces, heads = layer.parts
     calls = attention_calls(one.attention, None if two is None else two.attention, samples)
     products = grouped_products(one.products, None if two is None else two.products, samples)

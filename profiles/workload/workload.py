@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
+from profiles.bounds import Batch, Count, DevicesOrZero, Tokens
 from profiles.record import Record
 from profiles.workload.optimizers import OPTIMIZERS, OptimizerProfile
 
@@ -33,16 +34,16 @@ class Workload(Record):
             with, unless said.
     """
 
-    global_batch_size: PositiveInt
-    tokens_per_sample: PositiveInt | None = None
+    global_batch_size: Batch
+    tokens_per_sample: Tokens | None = None
     optimizer: OptimizerProfile = OPTIMIZERS["adamw"]
     precision: str = "fp32"
     host_overhead_s: NonNegativeFloat = 0.0
-    dataset_samples: PositiveInt | None = None
+    dataset_samples: Count | None = None
     critical_batch_size: PositiveFloat | None = None
     imbalance: NonNegativeFloat = 0.0
     straggling: NonNegativeFloat = 0.0
-    slow_rank: NonNegativeInt | None = None
+    slow_rank: DevicesOrZero | None = None
     pace_runs: NonNegativeInt = 0
     given: tuple[str, ...] = ()
 

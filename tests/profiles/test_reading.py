@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -66,6 +67,8 @@ def test_a_file_without_an_end_takes_no_more_memory_than_the_limit(tmp_path: Pat
         ("[" * DEEP, "nested more than 64 deep"),
         ('{"a":' * DEEP, "nested more than 64 deep"),
         ("[" * 65 + "]" * 65, "nested more than 64 deep"),
+        ("[" + "9" * 31 + "]", "1e[+]30 is the most"),
+        ("[-1e31]", "1e[+]30 is the most"),
         ("[" + "9" * 5000 + "]", "5,000 digits, 100 are allowed"),
         ("[0." + "1" * 5000 + "]", "5,002 digits"),
         ("[1e999]", "a finite one is wanted"),
@@ -101,7 +104,8 @@ def test_brackets_inside_texts_are_not_nesting() -> None:
 
 def test_what_lies_within_the_limits_is_read_exactly() -> None:
     assert json_value("[" * 64 + "]" * 64)
-    assert json_value("9" * 100) == 10**100 - 1
+    assert json_value("9" * 30) == 10**30 - 1
+    assert json_value("9" * 100, limits=Limits(magnitude=math.inf)) == 10**100 - 1
     assert json_value('["\\u00e9\\n\\t", -1.5e-300, true, null]') == [
         "é\n\t",
         -1.5e-300,
@@ -121,6 +125,7 @@ def test_what_lies_within_the_limits_is_read_exactly() -> None:
         ("[" + ".".join(['"a"'] * 17) + "]", "a key of more than 16 parts"),
         ("a = " + "9" * 5000, "5000 characters, 128 are allowed"),
         ("a = 0x" + "f" * 5000, "5002 characters"),
+        ("a = 1e31", "1e[+]30 is the most"),
         ("a = 1e999", "a finite one is wanted"),
         ("a = nan", "a finite one is wanted"),
         ('a = "\\u001b"', "control character"),

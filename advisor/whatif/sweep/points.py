@@ -19,6 +19,7 @@ from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
 from advisor.inputs.stacks import stack_of, with_stack
 from engines.plan import AXES, PartialPlan, Plan
+from profiles.bounds import MOST_BATCH, MOST_DEVICES, whole_number
 from profiles.errors import InputError
 from profiles.provenance import Timing
 from profiles.record import Record
@@ -202,12 +203,8 @@ def _number(text: str, swept: Swept) -> float:
     """Parse a value to base units."""
     if swept is Swept.BANDWIDTH:
         return parse_bandwidth(text, where="--bandwidth")
-    if not text.isdecimal() or int(text) == 0:
-        raise InputError(
-            f"of {swept} a positive whole number is wanted, not `{text}`",
-            hints=["write 1 or more: `1,2,4`"],
-        )
-    return int(text)
+    most = MOST_DEVICES if swept is Swept.DEVICES else MOST_BATCH
+    return whole_number(text, swept.value, most=most)
 
 
 def _link(facts: Facts) -> Lever:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,7 +18,14 @@ from profiles.units import GIB, KIB
 MANIFEST = "manifest.json"
 MOST_BYTES = GIB
 """Of a manifest: a million chunks, as 1000 ranks have of 1000 tensors, take an eighth of it."""
-LIMITS = Limits(values=2**26, depth=200, digits=4300, characters=MOST_BYTES, has_controls=True)
+LIMITS = Limits(
+    values=2**26,
+    depth=200,
+    digits=4300,
+    magnitude=math.inf,
+    characters=MOST_BYTES,
+    has_controls=True,
+)
 """States are data of the job: long texts, all digits that Python writes, and three levels of JSON
 for one level of a dict with keys that are no text (see `MOST_DEPTH` of the values)."""
 FILE_NAME = re.compile(r"rank-[0-9]{5}\.safetensors")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import sqrt
 
+from profiles.bounds import MOST_LAYERS
 from profiles.closed_forms.convnets.amoebanet import amoebanet
 from profiles.closed_forms.convnets.inception import googlenet, inception3
 from profiles.closed_forms.convnets.layers import Convnet, ConvnetLayer
@@ -15,6 +16,7 @@ from profiles.closed_forms.convnets.plain import DENSENETS, VGG_DEPTHS, alexnet,
 from profiles.closed_forms.convnets.resnet import DEPTHS, resnet
 from profiles.closed_forms.convnets.unet import unet
 from profiles.closed_forms.convnets.vit import SIZES, vit
+from profiles.errors import InputError
 
 # What each was made for, where a table does not say: its paper's images, and those of the GPipe
 # papers for U-Net.
@@ -74,13 +76,16 @@ def is_known(name: str) -> bool:
     return _by_name(re.sub(r"-?\d{2,4}px", "", plain)) is not None
 
 
+_DIGITS = 9
+
+
 def _by_name(plain: str) -> Callable[[str, int], Convnet] | None:
     """Return its builder, given the name and the side of its images."""
-    numbers = [int(number) for number in re.findall(r"\d+", plain)]
+    numbers = [int(number) for number in re.findall(r"\d+", plain) if len(number) <= _DIGITS]
     first = numbers[0] if numbers else 0
     wide = plain.startswith("wide")
     if "resne" in plain and first in DEPTHS:
-        grouped = re.search(r"(\d+)x(\d+)d", plain)
+        grouped = re.search(r"(?<!\d)(\d{1,4})x(\d{1,4})d", plain)
         if grouped:
             groups, each = int(grouped[1]), int(grouped[2])
             return lambda n, p: resnet(n, p, depth=first, groups=groups, group_width=each)
@@ -120,11 +125,18 @@ def _vit(plain: str) -> Callable[[str, int], Convnet]:
 def _amoebanet(name: str, pixels: int, cells: int, filters: int) -> Convnet:
     # Three groups of cells, and a quarter of the filters to begin with.
     cells, filters = 3 * max(1, round(cells / 3)), 4 * max(1, round(filters / 4))
-    return amoebanet(name, pixels, cells=cells, filters=filters)
+    return amoebanet(name, pixels, cells=_bounded(name, cells), filters=filters)
 
 
 def _unet(name: str, pixels: int, convolutions: int, channels: int) -> Convnet:
-    return unet(name, pixels, convolutions=max(1, convolutions), channels=max(2, channels))
+    depth = _bounded(name, max(1, convolutions))
+    return unet(name, pixels, convolutions=depth, channels=max(2, channels))
+
+
+def _bounded(name: str, layers: int) -> int:
+    if layers > MOST_LAYERS:
+        raise InputError(f"`{name[:80]}` has {layers:,} layers: {MOST_LAYERS:,} are the most")
+    return layers
 
 
 # Families whose names carry depth and width, and the usual ones.

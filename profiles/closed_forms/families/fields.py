@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from profiles.closed_forms.families.counted_fields import require_countable
 from profiles.errors import FileError, InputError, UnknownNameError
 
 # Fields that every transformers config may have, and the values that leave the forward as it is.
@@ -28,6 +29,8 @@ class Fields:
     """
 
     def __init__(self, content: Mapping[str, object], *, where: str) -> None:
+        """Raises InputError for counts without bound, and what changes any model."""
+        require_countable(content, where=where)
         self._content = content
         self.where = where
         for name, plain in _PLAIN.items():

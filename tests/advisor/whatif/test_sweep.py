@@ -285,7 +285,7 @@ class TestTheCommand:
             ((), "no quantity to sweep over"),
             (("--batch", "8", "--devices", "2"), "one quantity is swept at a time"),
             (("--split-size", "1,,3"), "no list of values"),
-            (("--split-size", "1,x"), "positive whole number is wanted, not `x`"),
+            (("--split-size", "1,x"), "`split size` wants a positive whole number, not `x`"),
             (("--split-size", "1", "--measure"), "`--measure` runs on this job's devices"),
             (("--plan", "pp=2", "--plan", "tp=2", "--batch", "8"), "over several plans"),
             (("--split-size", "12", "--steps", "5"), "`--steps 5` is about runs"),

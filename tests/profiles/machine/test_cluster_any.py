@@ -79,8 +79,8 @@ clusters = st.builds(
         kind=st.sampled_from(["cuda", "cpu"]),
         memory_bytes=sizes,
         memory_bandwidth_bytes_per_s=amounts(rates),
-        flop_per_s=st.dictionaries(
-            st.sampled_from(["float32", "bfloat16"]), amounts(rates), min_size=1
+        flop_per_s=st.fixed_dictionaries(
+            {"float32": amounts(rates)}, optional={"bfloat16": amounts(rates)}
         ),
         matmul_fraction=amounts(st.floats(min_value=1e-3, max_value=1)),
         launch_s=times,
