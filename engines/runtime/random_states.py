@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from profiles.errors import FileError
+
 
 def random_states(device: torch.device | None = None) -> dict[str, Any]:
     """The states of all global generators; that of `device` too where it has its own."""
@@ -22,9 +24,16 @@ def random_states(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
-    """The inverse of `random_states`; a device that had no state keeps its own."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if device is not None and device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    """The inverse of `random_states`; a device that had no state keeps its own.
+
+    Raises:
+        FileError: they are none, as in a file that was changed.
+    """
+    try:
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        if device is not None and device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise FileError(f"the saved random states cannot be restored: {error}") from None

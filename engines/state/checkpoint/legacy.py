@@ -108,6 +108,11 @@ class LegacyReader:
         self.read(name, whole, offsets=(0,) * len(saved.shape))
         return whole
 
+    def require_readable(self, name: str) -> None:
+        """Raises FileError where a chunk of `name` has no place in a file."""
+        for chunk in self.tensors[name].chunks:
+            self._place(chunk.key)
+
     @torch.no_grad()
     def read(self, name: str, target: Tensor, *, offsets: Sequence[int]) -> None:
         """Copy into `target`, the box at `offsets` of the whole tensor `name`."""

@@ -26,6 +26,8 @@ class Reader(Protocol):
 
     def tensor(self, name: str) -> Tensor: ...
 
+    def require_readable(self, name: str) -> None: ...
+
     def read(self, name: str, target: Tensor, *, offsets: Any) -> None: ...
 
 
@@ -163,6 +165,8 @@ def fill(saved: SavedStates, states: StatesToLoad, *, peers: Peers, replica: int
     try:
         with all_peers_succeed(peers, f"loading `{saved.path}`"):
             states.require_fit(saved.path, saved.tensors, names)
+            for name in states.places(replica=replica, names=names):
+                saved.reader.require_readable(name)
         with all_peers_succeed(peers, f"loading `{saved.path}`"):
             for name, target in states.places(replica=replica, names=names).items():
                 for chunk in target.chunks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -142,6 +143,34 @@ class ShardReader:
                 f"`{name}` takes {needed:,} bytes, its files in `{self._folder}` have {stored:,}"
             )
 
+    def require_readable(self, name: str) -> None:
+        """Compare what the files say of the chunks of `name` with the manifest; no value is read.
+
+        Raises:
+            FileError: a file has no such chunk, or one of another shape or dtype; or together they
+                are not the tensor.
+        """
+        saved = self._tensors[name]
+        dtype, count = dtype_of(saved.dtype), 0
+        for chunk in saved.chunks:
+            ends = map(operator.add, chunk.offsets, chunk.sizes)
+            if all(map(operator.le, ends, saved.shape)):
+                count += math.prod(chunk.sizes)
+            try:
+                stored = self._file(chunk).get_slice(chunk.key)
+                shape, kind = list(stored.get_shape()), stored.get_dtype()
+            except (OSError, SafetensorError) as error:
+                raise FileError(f"cannot read `{self._folder / chunk.file}`: {error}") from None
+            if shape != [*chunk.sizes, *([2] * dtype.is_complex)] or kind != _name(dtype, name):
+                raise FileError(
+                    f"`{chunk.key}` in `{self._folder / chunk.file}` is {kind} of {shape}, its"
+                    f" manifest says {saved.dtype} of {list(chunk.sizes)}"
+                )
+        if count != math.prod(saved.shape):
+            raise FileError(
+                f"`{self._folder}` has {count:,} of {math.prod(saved.shape):,} elements of `{name}`"
+            )
+
     @torch.no_grad()
     def read(self, name: str, target: Tensor, *, offsets: Sequence[int]) -> None:
         """Copy into `target`, the box at `offsets` of the whole tensor `name`.
@@ -167,13 +196,16 @@ class ShardReader:
                 f"`{self._folder}` has {count:,} of {target.numel():,} elements of `{name}`"
             )
 
+    def _file(self, chunk: SavedChunk) -> Any:
+        if chunk.file not in self._open:
+            path = self._folder / chunk.file
+            open_regular(path).close()  # safetensors would wait for a FIFO's writer
+            self._open[chunk.file] = safe_open(str(path), framework="pt", device="cpu")
+        return self._open[chunk.file]
+
     def _slice(self, chunk: SavedChunk, inside: tuple[slice, ...], *, complex_: bool) -> Tensor:
         try:
-            if chunk.file not in self._open:
-                path = self._folder / chunk.file
-                open_regular(path).close()  # safetensors would wait for a FIFO's writer
-                self._open[chunk.file] = safe_open(str(path), framework="pt", device="cpu")
-            file = self._open[chunk.file]
+            file = self._file(chunk)
             whole = not inside  # a number: it has no dimension to slice
             part: Tensor = (
                 file.get_tensor(chunk.key) if whole else file.get_slice(chunk.key)[inside]
