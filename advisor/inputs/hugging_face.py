@@ -7,11 +7,13 @@ import importlib.util
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from advisor.inputs import user_code
 from advisor.inputs.console import say
+from advisor.inputs.offline import bounded_modules, offline, without_code
 from advisor.inputs.user_code import RETURN
+from profiles.closed_forms.families.counted_fields import require_countable
 from profiles.errors import FileError, InputError, ModelError, UnknownNameError, near_misses
 from profiles.model.profile import ModelProfile, Numerics
 from profiles.record import json_file
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 USUAL_SEQUENCE = 2048  # only an example in a hint
 USUAL_IMAGE_SIDE = 224  # pixels; ImageNet's crop (Krizhevsky et al. 2012, section 4.1)
+MOST_NUMBERS = 2**26  # of the images that are made: 256 MiB, a photograph of 22 megapixels
 # transformers' common names; `attribute_map` has a model's own names.
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _MISSPELT = 0.9  # similarity of field names; less similar ones belong to other versions
@@ -35,15 +38,19 @@ def build(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model of a config on the meta device, and a batch with labels: it makes its own loss.
 
+    Only classes of the installed transformers are made: code that a config names (`auto_map`) is
+    neither fetched nor imported, and no hub is asked.
+
     Args:
         content: of the config, where it is not read from `path`; no notes are made then.
 
     Raises:
         FileError: the file is no such config.
         ModelError: transformers is missing, or does not build it, or it takes something else.
-        InputError: a sequence length is wanted, or too long.
+        InputError: a sequence length is wanted, or too long; or a number is beyond its bound.
     """
     says, content = content is None, content or read_config(path)
+    require_countable(content, where=str(path))
     import torch
 
     try:
@@ -54,18 +61,15 @@ def build(
             hints=["`pip install 'parallel-advisor[hf]'`"],
         ) from None
     kind = str(content["model_type"])
-    if kind not in transformers.CONFIG_MAPPING and near_misses(kind, transformers.CONFIG_MAPPING):
-        raise UnknownNameError("`model_type`", kind, transformers.CONFIG_MAPPING, where=str(path))
-    with user_code.guarded(f"`{path}` cannot be built"):
-        if says:
-            config = transformers.AutoConfig.from_pretrained(path)
-        else:
-            config = transformers.CONFIG_MAPPING[kind].from_dict(dict(content))
-        architecture = next(iter(getattr(config, "architectures", None) or ()), None) or ""
-        takes_images = architecture.endswith("ForImageClassification")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise _unknown_kind(path, kind, content)
+    with user_code.guarded(f"`{path}` cannot be built"), offline(), bounded_modules(path):
+        config = transformers.CONFIG_MAPPING[kind].from_dict(without_code(content, path))
+        name = next(iter(getattr(config, "architectures", None) or ()), None) or ""
+        takes_images = name.endswith("ForImageClassification")
         if not hasattr(config, "vocab_size") and not takes_images:
             raise ModelError(
-                f"`{architecture or config.model_type}` does not take token ids alone",
+                f"`{name or config.model_type}` does not take token ids alone",
                 where=str(path),
                 hints=["write a factory for `pkg.module:factory`", RETURN],
             )
@@ -73,29 +77,56 @@ def build(
             fields = inspect.signature(type(config)).parameters
             _check_fields(path, content, fields, config.attribute_map)
         config.use_cache = False  # the key-value cache serves generation, not training
-        named = getattr(transformers, architecture, None)
-        model_class = named or transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model_class: Any = getattr(transformers, name, None)
+        is_model = inspect.isclass(model_class)
+        if not is_model or not issubclass(model_class, transformers.PreTrainedModel):
+            model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with torch.device("meta"):
             module = model_class(config)  # float32, whatever dtype the weights were saved in
-    if takes_images:
-        _refuse_length(path, sequence_length)
-        size = getattr(config, "image_size", None)
-        if size is None:  # convolutional networks take any
-            size = USUAL_IMAGE_SIDE
-            say(f"note: {path} has no `image_size`: {size} x {size} pixels")
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        batch = {
-            "pixel_values": torch.zeros(samples, config.num_channels, height, width),
-            "labels": torch.zeros(samples, dtype=torch.long),
-        }
-    else:
-        longest = getattr(config, "max_position_embeddings", None)
-        length = _sequence_length(path, sequence_length, longest)
-        ids = torch.zeros(samples, length, dtype=torch.long)
-        batch = {"input_ids": ids, "labels": ids}
+        if takes_images:
+            _refuse_length(path, sequence_length)
+            batch = _images(path, config, samples)
+        else:
+            longest = getattr(config, "max_position_embeddings", None)
+            length = _sequence_length(path, sequence_length, longest)
+            ids = torch.zeros(samples, length, dtype=torch.long)
+            batch = {"input_ids": ids, "labels": ids}
     if says:
         _tell_dtype(path, getattr(config, "dtype", None))
     return module, batch
+
+
+def _unknown_kind(path: Path, kind: str, content: Mapping[str, object]) -> InputError:
+    import transformers
+
+    if near_misses(kind, transformers.CONFIG_MAPPING):
+        return UnknownNameError("`model_type`", kind, transformers.CONFIG_MAPPING, where=str(path))
+    what = f"transformers {transformers.__version__} has no `model_type` {kind[:80]!r}"
+    if "auto_map" in content:
+        what += ", and code that a config names (`auto_map`) is never run"
+    return ModelError(
+        what, where=str(path), hints=["write a factory for `pkg.module:factory`", RETURN]
+    )
+
+
+def _images(path: Path, config: Any, samples: int) -> dict[str, Tensor]:
+    import torch
+
+    size = getattr(config, "image_size", None)
+    if size is None:  # convolutional networks take any
+        size = USUAL_IMAGE_SIDE
+        say(f"note: {path} has no `image_size`: {size} x {size} pixels")
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    if (numbers := samples * config.num_channels * height * width) > MOST_NUMBERS:
+        raise InputError(
+            f"`image_size` = {size}: an image has {numbers:,} numbers, {MOST_NUMBERS:,} are the"
+            " most",
+            where=str(path),
+        )
+    return {
+        "pixel_values": torch.zeros(samples, config.num_channels, height, width),
+        "labels": torch.zeros(samples, dtype=torch.long),
+    }
 
 
 def _check_fields(
