@@ -12,6 +12,7 @@ import click
 from advisor.cli.command import common_options
 from profiles.errors import FileError, InputError, near_misses
 from profiles.machine.host import machine_cores
+from profiles.machine.launcher import LOOPBACK, loopback_environment
 
 FLAGS = {
     "--standalone",
@@ -64,7 +65,6 @@ MEETING = {
     "--rdzv-id",
 }
 """Options that say where ranks meet."""
-LOOPBACK = ["--standalone", "--local-addr", "127.0.0.1"]
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 EXAMPLE = "`advise run --nproc-per-node 8 --max-restarts 3 train.py`"
 
@@ -109,15 +109,19 @@ def command_line(words: Sequence[str], environment: Mapping[str, str]) -> list[s
     return list(words)
 
 
-def prepare(environment: MutableMapping[str, str], words: Sequence[str]) -> None:
-    """Set what torchrun reads from its environment; what is set already stays."""
+def prepare(environment: MutableMapping[str, str], line: Sequence[str]) -> None:
+    """Set what torchrun and its ranks read from their environment, for the arguments `line`; what
+    is set already stays."""
     # Its own store outlives an attempt, and scripts that start process groups themselves would
     # read there what dead ranks left.
     environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     environment.setdefault("PET_SIGNALS_TO_HANDLE", SIGNALS)
-    options = Words.read(words).options
+    options = Words.read(line).options
+    if options.get("--local-addr") == LOOPBACK[-1]:
+        for name, value in loopback_environment().items():
+            environment.setdefault(name, value)
     ranks = options.get("--nproc-per-node", environment.get("PET_NPROC_PER_NODE", "1"))
-    count = machine_cores() if ranks == "cpu" else int(ranks) if ranks.isdecimal() else 1
+    count = machine_cores() if ranks == "cpu" else int(ranks[:9]) if ranks.isdecimal() else 1
     if count > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, machine_cores() // count)))
 
@@ -158,7 +162,7 @@ def run(words: tuple[str, ...], no_color: bool) -> None:
     (OMP_NUM_THREADS). What you set stays.
     """
     line = command_line(words, os.environ)
-    prepare(os.environ, words)
+    prepare(os.environ, line)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *line])

@@ -7,8 +7,10 @@ attempt agree on a name that nobody had before, and all that they say goes under
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
+import socket
 import time
 from datetime import timedelta
 
@@ -27,11 +29,48 @@ def attempt_store(*, timeout_s: float) -> tuple[dist.Store, int, int]:
         DistError: the store did not answer in time.
     """
     timeout = timedelta(seconds=timeout_s)
+    server = _loopback_server()  # lives on in the store that is made on its port
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    del server
     store.set_timeout(timeout)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(agreed_name(store, rank, size, timeout_s=timeout_s), store)
     return dist.PrefixStore("default_pg", store), rank, size
+
+
+def _loopback_server() -> dist.Store | None:
+    """The server of rank 0 where the ranks meet on a loopback address, listening there alone.
+
+    torch's own listens on all interfaces, and does what anybody says who reaches it. None on other
+    ranks, where the launcher has a server, and where one is there already.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ.get("RANK") != "0" or is_agents or not _is_loopback(host) or not port.isdecimal():
+        return None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, int(port)))
+            listener.listen()
+        except (OSError, OverflowError):
+            return None
+        return dist.TCPStore(
+            host,
+            int(port),
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def agreed_name(store: dist.Store, rank: int, size: int, *, timeout_s: float) -> str:

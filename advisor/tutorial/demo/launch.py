@@ -16,6 +16,7 @@ from advisor.inputs.console import say
 from engines.plan import AXES, PartialPlan, Plan
 from profiles.errors import InputError, PlanError, RankError
 from profiles.machine.host import machine_cores, machine_memory_bytes
+from profiles.machine.launcher import LOOPBACK, loopback_environment
 from profiles.units import GIB, format_gib
 
 GLOBAL_BATCH = 16
@@ -44,14 +45,15 @@ def run(*, ranks: int, plan: str, steps: int | None) -> int:
         say(f"note: {ranks} ranks on {cores} cores take turns: steps are slow, and vary")
     with tempfile.TemporaryDirectory() as folder:
         exit_code = Path(folder) / "exit-code"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [sys.executable, "-m", "torch.distributed.run", *LOOPBACK]
         command += ["--nproc-per-node", str(ranks), "-m", "advisor.tutorial.demo.train"]
         command += ["--exit-code", str(exit_code)]
         command += ["--plan", plan] if plan else []
         command += ["--steps", str(steps)] if steps is not None else []
         # torchrun leaves files in TMPDIR; this folder is deleted at the end.
         threads = str(max(1, cores // ranks))
-        environment = {"OMP_NUM_THREADS": threads, **os.environ, "TMPDIR": folder}
+        given = {"OMP_NUM_THREADS": threads, **loopback_environment(), **os.environ}
+        environment = {**given, "TMPDIR": folder}
         failed = _wait(command, environment)
         return int(exit_code.read_text()) if exit_code.exists() else failed
 

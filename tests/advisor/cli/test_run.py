@@ -29,7 +29,7 @@ class Started:
         self.environment = {
             name: text
             for name, text in os.environ.items()
-            if not name.startswith(("PET_", "TORCH_", "OMP_"))
+            if not name.startswith(("PET_", "TORCH_", "OMP_", "GLOO_"))
         }
         monkeypatch.setattr(os, "environ", self.environment)
         self.line: list[str] = []
@@ -81,6 +81,13 @@ def test_what_torchrun_reads_from_its_environment_is_set(started: Started) -> No
     assert started.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert started.environment["PET_SIGNALS_TO_HANDLE"].split(",")[-1] == "SIGUSR1"
     assert started.environment["OMP_NUM_THREADS"] == "3"  # of twelve cores
+    assert started.environment["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_ranks_of_several_nodes_listen_where_gloo_does(started: Started) -> None:
+    started.environment.pop("GLOO_SOCKET_IFNAME", None)
+    started.words("--nnodes", "2", "train.py")
+    assert "GLOO_SOCKET_IFNAME" not in started.environment
 
 
 def test_what_was_set_before_stays(started: Started) -> None:

@@ -105,3 +105,35 @@ def test_a_job_whose_ranks_are_killed_comes_back_under_plain_torchrun(
         assert launched.wait(timeout_s=200) == 0, launched.tail()
     for rank in range(ranks):
         assert (tmp_path / f"done.{rank}").read_text() == f"{restarts} 8.0"
+
+
+# Its listening sockets, as (address, port) in the kernel's hexadecimal; 0100007F is 127.0.0.1.
+LISTENING = """
+import os
+import sys
+from pathlib import Path
+
+from engines.runtime.world import join_world, leave_world
+
+world = join_world(timeout_s=60)
+own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+for table in ("tcp", "tcp6"):
+    for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+            with open(f"{sys.argv[1]}.{world.rank}", "a") as file:
+                file.write(words[1].partition(":")[0] + "\\n")
+leave_world()
+"""
+
+
+def test_ranks_of_one_node_listen_on_its_loopback_address_alone(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(LISTENING)
+    words = ["run", "--nproc-per-node", "2", str(program), str(tmp_path / "sockets")]
+    with Launched(words, module="advisor", log=tmp_path / "log") as launched:
+        assert launched.wait(timeout_s=120) == 0, launched.tail()
+    for rank in range(2):
+        sockets = (tmp_path / f"sockets.{rank}").read_text().split()
+        assert set(sockets) == {"0100007F"}
+    assert len((tmp_path / "sockets.0").read_text().split()) >= 2  # the store, and gloo
