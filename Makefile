@@ -4,6 +4,7 @@
 # make scorecard  published runs predicted, with and without their publisher; into the README
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
 # make soak    trainings killed at random times, and saves at every file event (SOAK="--quick")
+# make fuzz    100,000 hostile files for every reader, an hour or two (FUZZ="--cases 1000 --reader plan")
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling, wording
 #
@@ -18,7 +19,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix scorecard scorecard-nested soak timed check format clean
+.PHONY: help demo test matrix scorecard scorecard-nested soak fuzz timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -54,6 +55,9 @@ scorecard-nested: $(STAMP)
 
 soak: $(STAMP)
 	@$(BIN)/python -m tests.soak $(SOAK)
+
+fuzz: $(STAMP)
+	@$(BIN)/python -m tests.fuzz $(FUZZ)
 
 timed: $(STAMP)
 	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"
