@@ -204,7 +204,11 @@ def _number(text: str, swept: Swept) -> float:
     if swept is Swept.BANDWIDTH:
         return parse_bandwidth(text, where="--bandwidth")
     most = MOST_DEVICES if swept is Swept.DEVICES else MOST_BATCH
-    return whole_number(text, swept.value, most=most)
+    try:
+        return whole_number(text, swept.value, most=most)
+    except InputError as error:
+        error.hints = ("write 1 or more: `1,2,4`",)
+        raise
 
 
 def _link(facts: Facts) -> Lever:
