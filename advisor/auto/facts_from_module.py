@@ -23,6 +23,7 @@ from profiles.machine.cluster import ClusterProfile
 from profiles.machine.host import resident_bytes
 from profiles.machine.probe import probe
 from profiles.model.profile import ModelProfile, Numerics
+from profiles.model.source import CaptureSource
 from profiles.provenance import Source
 from profiles.timing.stopwatch import with_times
 from profiles.workload.stack import TORCH, Stack
@@ -149,6 +150,9 @@ def _with_times(
             where="timed=True",
             hints=["leave `timed` out, or run this on the cluster"],
         )
+    if profile.source not in (CaptureSource.FAKE, CaptureSource.KNOWN_VALUES):
+        log.warning("blocks are not timed: the model was not followed on fake tensors")
+        return profile
     return with_times(model, sample, profile, device_name=wanted, loss_fn=loss_fn)
 
 

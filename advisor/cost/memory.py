@@ -27,7 +27,7 @@ from advisor.cost.buffers import (
 from advisor.cost.buffers import added_share as added_share
 from advisor.cost.buffers import shard_degree as shard_degree
 from advisor.cost.calibration import CALIBRATION, Calibration, is_hopper_or_later
-from advisor.cost.loads import Loads, describe
+from advisor.cost.loads import ACTIVATION_ERROR, Loads, describe
 from advisor.cost.offload import (
     activations_leave,
     away_bytes,
@@ -55,10 +55,6 @@ if TYPE_CHECKING:
 # includes the upper end of this; its middle converts allocated to reserved bytes.
 ALLOCATOR_SLACK = 0.10
 USUAL_SLACK = 0.09
-# Activations are counted operation by operation on fake tensors, which excludes kernels' scratch
-# memory; published peaks of one configuration scatter by less than 0.1 %, so the range is this
-# model's error, not noise. Assumed until our own runs bound it.
-ACTIVATION_ERROR = 0.08
 # cuBLAS's workspace of one handle in torch (ATen/cuda/CublasHandlePool.cpp): 2 of 4096 and 8 of 16
 # KiB, from Hopper on 32 MiB.
 WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
@@ -153,6 +149,7 @@ def peak(
         stack=stack,
         own=own,
         calibration=calibration,
+        activation_error=loads.activation_error,
     )
 
 
@@ -209,10 +206,11 @@ def upper_end(
     *,
     doubtful: Amount | float = 0.0,
     ahead: Amount | float = 0.0,
+    error: float = ACTIVATION_ERROR,
 ) -> Amount:
-    """Upper end of a peak, for one plan or many: adds the error of `doubtful` bytes (activations
+    """Upper end of a peak, for one plan or many: adds the `error` of `doubtful` bytes (activations
     and temporaries), early gathers (`ahead`), the allocator's slack and the context."""
-    high = allocated + ACTIVATION_ERROR * doubtful + ahead
+    high = allocated + error * doubtful + ahead
     return high * (1 + ALLOCATOR_SLACK) + device.context_bytes.high
 
 
@@ -237,6 +235,7 @@ def peak_at(
     stack: Stack = TORCH,
     own: ResidentStates | None = None,
     calibration: Calibration = CALIBRATION,
+    activation_error: float = ACTIVATION_ERROR,
 ) -> Peak:
     """Peak of moment `fullest` and permanent bytes, with its range.
 
@@ -245,6 +244,7 @@ def peak_at(
         unsharded_bytes: of parameters that are not sharded; their gradients are as large.
         away: offloaded bytes other than sharded states.
         own: states of a stack that manages its own.
+        activation_error: half-width of the range of activations, as a fraction.
     """
     degree, offloaded = shard_degree(plan), states_leave(plan, device)
     on_disk = plan.offload_to is OffloadTo.DISK
@@ -273,8 +273,10 @@ def peak_at(
     return Peak(
         memory=memory,
         phase=fullest.phase,
-        low_bytes=allocated - ACTIVATION_ERROR * doubtful + device.context_bytes.low,
-        high_bytes=upper_end(allocated, device, doubtful=doubtful, ahead=ahead),
+        low_bytes=allocated - min(1.0, activation_error) * doubtful + device.context_bytes.low,
+        high_bytes=upper_end(
+            allocated, device, doubtful=doubtful, ahead=ahead, error=activation_error
+        ),
         reserved_bytes=allocated * (1 + slack) + memory.context,
         states_bytes=resident,
         host_bytes=0.0 if on_disk else off_device,

@@ -20,7 +20,7 @@ COUNT_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 16, 16, 4, 8
 
 def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
     """Seconds per step of small exposed collectives: sample count and loss, the seed of split
-    layers, DDP's check for unused parameters, batch norms."""
+    layers, checks for unused parameters, batch norms."""
     world = plan.world_size
     replicas, stride = plan.data_degree, plan.cp * plan.tp
     count = COUNT_BYTES + (PRINT_BYTES * replicas if world > replicas else 0)
@@ -32,7 +32,9 @@ def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> floa
         Collective.SEND_RECV, "seed (broadcast)", SEED_BYTES, group_size=plan.tp
     )
     is_ddp = plan.is_replicated and plan.pp == plan.tp == 1
-    if model.unused and is_ddp:
+    if (model.may_skip_parameters and is_ddp) or (
+        model.path_varies and plan.data_parallel.is_sharded
+    ):
         # One number per parameter tensor; profiles do not count those, and latency dominates.
         seconds += ledger.charge(
             Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas * plan.cp

@@ -245,6 +245,7 @@ def stage_peak(
         stack=stack,
         own=own,
         calibration=calibration,
+        activation_error=parts[0].activation_error,
     )
 
 

@@ -12,7 +12,8 @@ from advisor.cost.compute import (
     matmul_fraction,
 )
 from advisor.cost.ledger import disk_bytes_per_s, host_link_bytes_per_s
-from advisor.cost.memory import ACTIVATION_ERROR, shard_degree
+from advisor.cost.loads import activation_error
+from advisor.cost.memory import shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decide import levers, offload
 from advisor.decide.allocator import allocator_hint
@@ -24,6 +25,8 @@ from engines.legality import numerics
 from engines.plan import Offload, OffloadTo, Plan
 from profiles.allocator.host_memory import Loading, load_memory
 from profiles.machine.cluster import ClusterProfile, Constant, Learned, Link
+from profiles.model.profile import ModelProfile
+from profiles.model.source import CaptureSource
 from profiles.provenance import Quantity, Source
 from profiles.record import Record
 from profiles.units import (
@@ -36,6 +39,7 @@ from profiles.units import (
 from profiles.workload.stack import TORCH
 from profiles.workload.workload import Workload
 
+MOST_READS = 3  # lines of code that are named
 _ALL = 0.995  # the rest would be printed as 0 %
 
 
@@ -152,10 +156,7 @@ def _models(decision: Decision) -> Iterator[Basis]:
     if stack != TORCH:
         source = "preset" if is_preset(stack) else str(Source.USER)
         yield Basis(what=f"stack {summary(stack)}", source=source)
-    yield Basis(
-        what="activations: counted from the model, operation by operation",
-        source=_source(Source.DERIVED, ACTIVATION_ERROR),
-    )
+    yield _activations(decision.facts.model)
     yield from _compute(decision)
     if decision.estimate.traffic:
         yield Basis(
@@ -166,6 +167,20 @@ def _models(decision: Decision) -> Iterator[Basis]:
         what="steps, rates and memory of plans, and what they need: from all of this",
         source=str(Source.DERIVED),
     )
+
+
+def _activations(model: ModelProfile) -> Basis:
+    """Describe how activations were counted."""
+    what = {
+        CaptureSource.FAKE: "counted from the model, operation by operation",
+        CaptureSource.RUN: "counted in a run on the CPU",
+        CaptureSource.PARAMETERS: "guessed from the shapes of parameters alone",
+    }.get(model.source, f"counted on {model.source}")
+    if model.reads:
+        what += ", along the sample's path"
+    is_guess = model.source is CaptureSource.PARAMETERS
+    source = Source.ASSUMED if is_guess else Source.DERIVED
+    return Basis(what=f"activations: {what}", source=_source(source, activation_error(model)))
 
 
 def _compute(decision: Decision) -> Iterator[Basis]:
@@ -298,6 +313,7 @@ def hints(decision: Decision) -> Iterator[str]:
             " `auto_parallelize` takes this plan without it"
         )
     yield from decision.suggestions
+    yield from _path(decision)
     yield from too_large_to_load(decision)
     yield from allocator_hint(decision)
     yield from offload.hint(decision.plan)
@@ -315,6 +331,22 @@ def hints(decision: Decision) -> Iterator[str]:
             f"`{norms[0]}` is a batch norm: its statistics are of microbatches of"
             f" {decision.plan.microbatch_size}, not of the batch; `accumulation=1` keeps them whole"
         )
+
+
+def _path(decision: Decision) -> Iterator[str]:
+    """Say which code acts on values, and what that costs."""
+    model, plan = decision.facts.model, decision.plan
+    if not model.path_varies:
+        return
+    reads = [str(read) for read in model.reads[:MOST_READS]]
+    more = f" and {len(model.reads) - MOST_READS} more" if len(model.reads) > MOST_READS else ""
+    where = f": {', '.join(reads)}{more}" if reads else ""
+    said = f"the model acts on values of tensors{where}; figures are of the sample's path"
+    if model.source is CaptureSource.PARAMETERS:
+        said = f"the model could not be followed{where}; activations and times are guesses"
+    if plan.data_parallel.is_sharded and model.may_skip_units:
+        said += "; ranks may call different units, so that all parameters are gathered at once"
+    yield said
 
 
 def too_large_to_load(decision: Decision) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from advisor.cost.buffers import KEEPS_PARAMETERS, shard_degree
-from advisor.cost.loads import Loads
+from advisor.cost.loads import Loads, activation_error
 from advisor.cost.memory import (
     UNITS_WHEN_AHEAD,
     Moment,
@@ -69,7 +69,8 @@ def whole_peak_bytes(columns: Columns, usable_bytes: float) -> Floats:
     batch = facts.model.batch_bytes
     local = space.microbatch_size * space.forwards / space.cp
     allocated = resident + total + batch.fixed + batch.per_sample * local + facts.model.buffer_bytes
-    peak = upper_end(allocated, facts.cluster.device, doubtful=doubtful, ahead=ahead)
+    error = activation_error(facts.model)
+    peak = upper_end(allocated, facts.cluster.device, doubtful=doubtful, ahead=ahead, error=error)
     # Threads have torch's states in any stack.
     is_unknown = (space.kind == _THREADS) & (columns.costs.stack.states is not None)
     return np.where(is_unknown, 0.0, peak)

@@ -13,6 +13,7 @@ from profiles.capture.batch import Batch, LossFn, batch_tensors, call_model, map
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.capture.frames import summary
+from profiles.capture.known_values import known_values
 from profiles.capture.modules import Unit, find_units
 from profiles.errors import AdvisorError, ModelError
 from profiles.model.profile import LOSS, Numerics
@@ -83,7 +84,7 @@ def calls_of(
             unit.module.register_forward_pre_hook(before(unit), with_kwargs=True)
             unit.module.register_forward_hook(after, always_call=True)
         try:
-            with FakeRunMode().on(batch):
+            with FakeRunMode(known_values(fakes, sample, batch)).on(batch):
                 output = call_model(model, batch, has_target=loss_fn is not None)
         except AdvisorError:
             raise

@@ -1,4 +1,4 @@
-"""Trace any module on fake tensors: nothing is allocated, computed or changed."""
+"""Profile any module from a trace of one step; nothing is changed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from profiles.capture.batch import Batch, LossFn, batch_size, batch_tensors
 from profiles.capture.copy_trace import crossings
 from profiles.capture.experts import experts_of
+from profiles.capture.ladder import trace
 from profiles.capture.subject import TracedModel, dtype_name
-from profiles.capture.trace_step import StepTrace, trace_step
-from profiles.errors import ModelError
 from profiles.model.flow import Flow, Value
 from profiles.model.profile import (
     GLUE,
@@ -37,10 +36,12 @@ def capture(
     name: str | None = None,
     every_block: bool = False,
 ) -> ModelProfile:
-    """Profile one forward and backward of `model` without running it.
+    """Profile one forward and backward of `model`, without running it where that is possible.
 
     Eager code is followed with tensors that have shapes and no memory, on a stand-in for the CPU;
-    the model's own device plays no part, meta included. Afterwards the model is as it was:
+    the model's own device plays no part, meta included. Code that acts on values is followed as
+    `profiles.capture.ladder` says, along the path of the sample; `source` and `reads` of the
+    profile tell. Afterwards the model is as it was:
     parameters, gradients, buffers, hooks, mode, and the random state too. It is looked at in the
     mode it is in: call `model.train()` first. Two looks, at the sample's batch and at twice it,
     tell what is fixed from what grows per sample.
@@ -51,7 +52,7 @@ def capture(
 
     Args:
         sample: one local batch: a tensor, (inputs..., target) or a mapping of keyword arguments;
-            the first dimension of every tensor is the batch. Its values are not looked at.
+            the first dimension of every tensor is the batch.
         loss_fn: `loss_fn(output, target)`; with a mapping `loss_fn(output, batch)`; None where the
             model returns its loss. Without any loss, backward starts at the sum of the outputs.
         numerics: how numbers are held; one set of costs for each.
@@ -61,12 +62,14 @@ def capture(
 
     Raises:
         BatchError: tensors of the sample differ in their first dimension, or a target is missing.
-        ModelError: the model does not take the sample, looks at values, or is not initialised.
+        ModelError: the model does not run on the sample, or is not initialised.
     """
     subject = TracedModel(model, sample, loss_fn)
-    samples = batch_size(sample)
+    batch_size(sample)
     every_block = every_block or bool(subject.devices)  # equal ones may be on different devices
-    looks = {kind: _look_twice(subject, kind, every_block=every_block) for kind in numerics}
+    traced = trace(subject, numerics, every_block=every_block)
+    subject, looks, sample = traced.subject, traced.looks, traced.subject.sample
+    samples = batch_size(sample)
     one, two = next(iter(looks.values()))
     costs = {
         kind: fitted(first.costs, second.costs if second else None, samples)
@@ -94,6 +97,8 @@ def capture(
             for kind, (first, second) in looks.items()
             if first.copies
         },
+        source=traced.source,
+        reads=traced.reads,
     )
 
 
@@ -106,33 +111,6 @@ def _experts_per_token(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     counts = (getattr(config, name, None) for name in _EXPERTS_PER_TOKEN)
     return next((n for n in counts if type(n) is int and n > 0), None)
-
-
-def _look_twice(
-    subject: TracedModel, numerics: Numerics, *, every_block: bool
-) -> tuple[StepTrace, StepTrace | None]:
-    """At the sample, and at twice its batch; not every model takes that."""
-    first = _trace_soundly(subject, numerics, every_block=every_block)
-    try:
-        return first, _trace_soundly(subject, numerics, times=2, every_block=every_block)
-    except ModelError:
-        return first, None
-
-
-def _trace_soundly(
-    subject: TracedModel, numerics: Numerics, *, times: int = 1, every_block: bool
-) -> StepTrace:
-    """Trace a step without repeated blocks; run all of them if blocks that seem equal have side
-    effects."""
-    if not every_block:
-        try:
-            trace = trace_step(subject, numerics, times=times, every_block=False)
-        except ModelError:  # of the model, or of what it misses
-            pass
-        else:
-            if trace.is_sound:
-                return trace
-    return trace_step(subject, numerics, times=times)
 
 
 def _flow(one: Flow, two: Flow | None, samples: int) -> Flow:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from profiles.capture.copy_trace import CopyTrace
-from profiles.capture.fake_mode import FakeRunMode
+from profiles.capture.fake_mode import KEPT, FakeRunMode
 from profiles.capture.flow_trace import FlowTrace, Trail
+from profiles.capture.frames import model_line
+from profiles.capture.known_values import KnownValues
 from profiles.capture.layer_trace import LayerTrace, Shapes
 from profiles.capture.modules import Unit
 from profiles.capture.operators import (
@@ -27,6 +30,7 @@ from profiles.capture.operators import (
 )
 from profiles.capture.storages import Storages
 from profiles.model.profile import GLUE
+from profiles.model.source import ValueRead
 from profiles.model.work import FusibleKind
 from profiles.torch_compat import (
     Operator,
@@ -58,6 +62,13 @@ class TraceMode(FakeRunMode):
             does.
         gradient_bytes: of the trainable parameters as built, by their first names.
         placed: where the tensors of a module were put that was split by hand; see `CopyTrace`.
+        values, draw: see `FakeRunMode`.
+        limit: called after each operation with the bytes that are live; it may raise.
+        hooks: note what autograd saves by hooks; else all that is alive after the forward counts as
+            saved by the scope that made it (`torch.func.grad` works under no hooks).
+
+    Attributes:
+        reads: code that read values of the batch.
     """
 
     def __init__(
@@ -67,8 +78,15 @@ class TraceMode(FakeRunMode):
         low_precision: torch.dtype | None,
         gradient_bytes: Mapping[str, int],
         placed: Mapping[int, str],
+        values: KnownValues | None = None,
+        draw: float = KEPT,
+        limit: Callable[[int], None] | None = None,
+        hooks: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(values, draw=draw)
+        self.reads: dict[ValueRead, None] = {}
+        self._limit = limit
+        self._hooks = hooks
         self.storages = storages
         self.flow = FlowTrace(storages)
         self.copies = CopyTrace(storages, placed) if placed else None
@@ -222,9 +240,10 @@ class TraceMode(FakeRunMode):
 
     # Autograd
 
-    def saving(self) -> saved_tensors_hooks:
+    def saving(self) -> AbstractContextManager[object]:
         """A context in which what autograd saves is noted."""
-
+        if not self._hooks:
+            return nullcontext()
         return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def begin_backward(self, roots: Sequence[Tensor]) -> None:
@@ -305,11 +324,15 @@ class TraceMode(FakeRunMode):
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: object
     ) -> None:
         """Put an operation down to the scope in which it was run."""
+        if self._limit is not None:
+            self._limit(self._timeline.live_bytes)
         inputs, outputs = _flat((args, tuple(kwargs.values()))), _flat((result,))
         chain = self._chain if self._in_backward else self.scope.chain
         part = chain.part
         makes_storage = self.storages.notice(operator, inputs, outputs, part)
         if not self._in_backward:
+            for tensor in () if self._hooks else outputs:
+                self.storages.save(tensor, self.scope)
             self._layers.operation(inputs, outputs)
             self._share(inputs)
             if self.copies is not None:
@@ -342,6 +365,12 @@ class TraceMode(FakeRunMode):
         if self.scope.is_block and operator in self._kept_operators:
             for tensor in outputs:
                 self.storages.keep(tensor, self.scope)
+
+    def note_read(self, operation: str) -> None:
+        """Note the line of code that reads values, in the scope that is being called."""
+        if not self._in_backward:
+            read = ValueRead(unit=self.scope.name, line=model_line(), operation=operation)
+            self.reads.setdefault(read)
 
     def _share(self, tensors: Iterable[Tensor]) -> None:
         """Note the parameters among `tensors` that the unit whose code runs does not hold.

@@ -1,4 +1,4 @@
-"""Lets code run on fake tensors as on real ones, where fake tensors alone would fail."""
+"""Lets code run on stand-ins as on the real tensors, where fake tensors alone would fail."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from profiles.capture.batch import Batch, batch_tensors
+from profiles.capture.known_values import KnownValues
 from profiles.capture.operators import grouped_matmul
 from profiles.capture.transformers_compat import masks_of_a_real_run
 from profiles.torch_compat import (
@@ -20,20 +21,31 @@ from profiles.torch_compat import (
     device_query,
     is_fake,
     is_mutable,
+    reads_values,
     storage_of,
     tensors_in,
     tensors_written,
 )
 
 _STAND_IN = torch.device("cpu")
+KEPT, DROPPED = 0.5, 0.0
+"""Random numbers with which layers are kept, as they mostly are, and dropped if they ever are."""
 _ONES = ("ones", "ones_like", "new_ones")
 
 
 class FakeRunMode(TorchDispatchMode):
-    """Answers operations that fake tensors have no answer to, and passes on all others."""
+    """Answers operations that fake tensors have no answer to, and passes on all others.
 
-    def __init__(self) -> None:
+    Args:
+        values: those that are known, if they may be read.
+        draw: the random number that code gets which decides by one whether a layer is dropped.
+    """
+
+    def __init__(self, values: KnownValues | None = None, *, draw: float = KEPT) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.values = values
+        self.has_drawn = False
+        self._draw = draw
         self._device_query = device_query()
         self._ones: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # memory that is all ones
         self.asked: torch.device | None = None  # the device that the operation's code names
@@ -61,6 +73,9 @@ class FakeRunMode(TorchDispatchMode):
     ) -> None:
         """Called after each operation; subclasses record it."""
 
+    def note_read(self, operation: str) -> None:
+        """Called where code reads values of the batch; subclasses record it."""
+
     def __torch_dispatch__(
         self,
         func: Operator,
@@ -78,15 +93,29 @@ class FakeRunMode(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "rand" and args[0] == []:
             # One random number decides whether a layer is dropped. A constant, so that code may
-            # look at it; in the middle, so that layers are kept.
-            return torch.tensor(0.5)
-        run = grouped_matmul if name == "_grouped_mm" else func
-        result = run(*args, **kwargs)
+            # look at it.
+            self.has_drawn = True
+            return torch.tensor(self._draw)
+        if name == "_grouped_mm" and is_fake(args[0]):
+            result: object = grouped_matmul(*args, **kwargs)
+        elif self.values is not None:
+            result = self.values.run(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         if name in _ONES or (name == "_to_copy" and self.is_all_ones(args[0])):
             storages = filter(None, map(storage_of, tensors_in(result)))
             self._ones |= {id(storage): weakref.ref(storage) for storage in storages}
         elif self._ones and is_mutable(func):
             for tensor in tensors_written(func, args, kwargs):
                 self._ones.pop(id(storage_of(tensor)), None)
+        if reads_values(func, args) and not self._is_constant(args):
+            self.note_read(name.strip("_"))
         self.note(func, args, kwargs, result)
         return result
+
+    def _is_constant(self, args: tuple[Any, ...]) -> bool:
+        """True for values that every batch has: fake tensors alone know no others."""
+        tensors = tensors_in(args)
+        if self.values is not None:
+            return self.values.are_constant(tensors)
+        return any(map(is_fake, tensors))

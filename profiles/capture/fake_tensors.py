@@ -1,11 +1,11 @@
-"""Fake stand-ins for the tensors of a model, put in place and taken out again."""
+"""Stand-ins for the tensors of a model, fake ones or copies, put in place and taken out again."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -13,15 +13,21 @@ from torch import Tensor, nn
 
 from profiles.torch_compat import fake_tensors
 
+# Standard deviation of random parameters in place of those on the meta device: small, so that
+# numbers stay finite; as BERT and GPT-2 initialise.
+_NOISE = 0.02
+
 
 class Fakes:
     """One fake CPU tensor for each real tensor, whatever device that is on.
 
-    Ties stay ties. With `cast`, float32 parameters become that dtype.
+    Ties stay ties. With `cast`, float32 parameters become that dtype. With `copies` the stand-ins
+    are no fakes but copies; of tensors without values small random numbers, or zeros.
     """
 
-    def __init__(self, *, cast: torch.dtype | None = None) -> None:
+    def __init__(self, *, cast: torch.dtype | None = None, copies: bool = False) -> None:
         self._cast = cast
+        self._copies = copies
         self._made: dict[int, Tensor] = {}
         self._real: list[Tensor] = []  # keeps their ids from being used again
 
@@ -35,39 +41,72 @@ class Fakes:
     def all(self) -> list[Tensor]:
         return list(self._made.values())
 
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each real tensor and its stand-in."""
+        return list(zip(self._real, self._made.values(), strict=True))
+
     def _make(self, tensor: Tensor) -> Tensor:
         is_parameter = isinstance(tensor, nn.Parameter)
         cast = self._cast if is_parameter and tensor.dtype == torch.float32 else None
         fake = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=cast or tensor.dtype, device="cpu"
         )
+        if self._copies:
+            _give_values(fake, tensor)
         if is_parameter:
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)
 
 
+@torch.no_grad()
+def _give_values(stand_in: Tensor, tensor: Tensor) -> None:
+    once = elements_once(tensor)
+    if not tensor.is_meta:
+        stand_in[once].copy_(tensor.detach()[once])
+    elif stand_in.is_floating_point():
+        stand_in[once].normal_(std=_NOISE)
+    else:
+        stand_in[once].zero_()
+
+
+def elements_once(tensor: Tensor) -> tuple[slice, ...]:
+    """The index of a tensor that leaves out the repetitions of expanded dimensions."""
+    return tuple(
+        slice(1) if step == 0 and size > 1 else slice(None)
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 @contextmanager
-def stand_ins(modules: Sequence[nn.Module], *, cast: torch.dtype | None = None) -> Iterator[Fakes]:
-    """Inside, the modules hold fake tensors, and operations compute shapes alone.
+def stand_ins(
+    modules: Sequence[nn.Module], *, cast: torch.dtype | None = None, copies: bool = False
+) -> Iterator[Fakes]:
+    """Inside, the modules hold fake tensors, and operations compute shapes alone; or, with
+    `copies`, they hold copies on the CPU, and compute.
 
     Every module gets a copy of its attributes with the tensors in them replaced, also those in
     plain lists and dicts. Whatever a forward does to its module (buffers, caches, hooks) it does to
     the copy: at the end the modules are as they were, and so are the random number generators.
     """
+    with nullcontext() if copies else fake_tensors(), preserved_random_state():
+        fakes = Fakes(cast=cast, copies=copies)
+        with replaced(modules, fakes.of):
+            yield fakes
+
+
+@contextmanager
+def replaced(modules: Sequence[nn.Module], of: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, the modules have copies of their attributes, with `of` each tensor in its place."""
     every = {id(part): part for module in modules for part in module.modules()}
     originals = [(module, module.__dict__) for module in every.values()]
-    with fake_tensors(), preserved_random_state():
-        fakes = Fakes(cast=cast)
-        try:
-            copies: dict[int, object] = {}
-            for module, attributes in originals:
-                _set_attributes(
-                    module, {name: copied(v, fakes.of, copies) for name, v in attributes.items()}
-                )
-            yield fakes
-        finally:
-            for module, attributes in originals:
-                _set_attributes(module, attributes)
+    try:
+        made: dict[int, object] = {}
+        for module, attributes in originals:
+            _set_attributes(module, {name: copied(v, of, made) for name, v in attributes.items()})
+        yield
+    finally:
+        for module, attributes in originals:
+            _set_attributes(module, attributes)
 
 
 def _set_attributes(module: nn.Module, attributes: Mapping[str, object]) -> None:

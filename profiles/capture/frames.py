@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -15,6 +17,23 @@ def user_line(error: BaseException) -> str | None:
         frame for frame in traceback.extract_tb(error.__traceback__) if _is_user(frame.filename)
     ]
     return f"{shown_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
+
+
+def model_line(error: BaseException | None = None) -> str:
+    """file:line of the model's code in the traceback of `error` or, without one, in the calls that
+    are going on: the user's innermost, else a library's module's; empty if there is none."""
+    trace = traceback.walk_tb(error.__traceback__) if error is not None else None
+    frames = list(trace or reversed(list(traceback.walk_stack(sys._getframe()))))
+    callers = [n for n, (frame, _) in enumerate(frames) if frame.f_code.co_filename == _CALLER]
+    frames = frames[callers[-1] if callers else 0 :]
+    code = [(f, line) for f, line in frames if _is_model(f.f_code.co_filename)]
+    users = [(f, line) for f, line in code if _is_user(f.f_code.co_filename)]
+    modules = [(f, n) for f, n in code if hasattr(type(f.f_locals.get("self")), "forward")]
+    for candidates in (users, modules, code):
+        if candidates:
+            frame, line = candidates[-1]
+            return f"{shown_path(frame.f_code.co_filename)}:{line}"
+    return ""
 
 
 def summary(error: BaseException) -> str:
@@ -39,10 +58,26 @@ def shown_path(path: str | None) -> str | None:
     return str(full.relative_to(here) if full.is_relative_to(here) else full)
 
 
+_ROOT = Path(__file__).resolve().parents[2]
+_OURS = [_ROOT / package for package in ("advisor", "engines", "profiles")]
+_PACKAGES = [Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")]
+_NO_MODELS = [folder / name for folder in _PACKAGES for name in ("torch", "numpy")]
+_CALLER = str(_ROOT / "profiles" / "capture" / "batch.py")  # which calls models and losses
+_PYTHON = Path(sysconfig.get_path("stdlib"))
+
+
 def _is_user(filename: str) -> bool:
     """Neither Python's library, nor an installed package, nor this project."""
-    ours = Path(__file__).resolve().parents[2]
-    libraries = [Path(sysconfig.get_path(key)) for key in ("stdlib", "purelib", "platlib")]
-    owned = [*libraries, *(ours / package for package in ("advisor", "engines", "profiles"))]
+    return _is_outside(filename, [_PYTHON, *_PACKAGES, *_OURS])
+
+
+def _is_model(filename: str) -> bool:
+    """Neither Python's library, nor torch or NumPy, nor this project."""
     path = Path(filename)
-    return path.is_absolute() and not any(path.is_relative_to(folder) for folder in owned)
+    is_package = any(path.is_relative_to(folder) for folder in _PACKAGES)
+    return _is_outside(filename, [*_NO_MODELS, *_OURS, *([] if is_package else [_PYTHON])])
+
+
+def _is_outside(filename: str, folders: Iterable[Path]) -> bool:
+    path = Path(filename)
+    return path.is_absolute() and not any(path.is_relative_to(folder) for folder in folders)

@@ -101,7 +101,7 @@ class Repeats:
                     return self._stand_in(run, unit, taken)
                 if call is None or is_last:
                     number.put_back()
-                state, draws = state_of(unit.module, forward), _draws()
+                state, draws = state_of(unit.module, forward), drawn_state()
                 output = forward(*args, **kwargs)
                 if call is None:
                     return output
@@ -110,7 +110,7 @@ class Repeats:
                     trail.is_closed
                     and state is not None
                     and state.is_still(unit.module, forward)
-                    and draws == _draws()
+                    and draws == drawn_state()
                 )
                 if is_repeatable and not is_last:
                     self._remember(call, trail, taken, output)
@@ -256,7 +256,7 @@ def _modes() -> Hashable:
     )
 
 
-def _draws() -> Hashable:
+def drawn_state() -> Hashable:
     """States of the random generators that code can read."""
     state: dict[str, Any] = np.random.get_state(legacy=False)
     return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"]

@@ -1,26 +1,35 @@
-"""One look at a model: a forward and a backward on fake tensors, and what each unit took."""
+"""One look at a model: a forward and a backward on stand-ins, and what each unit took."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch, call_model, describe, find_loss, loss_of, map_batch
+from profiles.capture.batch import (
+    Batch,
+    call_model,
+    find_loss,
+    loss_of,
+    map_batch,
+)
 from profiles.capture.copy_trace import Copy
 from profiles.capture.dispatch_modes import TraceMode
+from profiles.capture.fake_mode import KEPT
 from profiles.capture.fake_tensors import Fakes, stand_ins
-from profiles.capture.frames import summary, user_line
-from profiles.capture.repeats import Repeats
+from profiles.capture.known_values import ArrayReads, known_values
+from profiles.capture.model_errors import explained
+from profiles.capture.repeats import Repeats, drawn_state
 from profiles.capture.storages import Storages
 from profiles.capture.subject import TracedModel
-from profiles.errors import AdvisorError, ModelError
+from profiles.errors import ModelError
 from profiles.model.flow import Flow
 from profiles.model.profile import LOSS, Numerics
-from profiles.torch_compat import data_dependent_errors, storage_of, tensors_in, without_onednn
+from profiles.model.source import CaptureSource, ValueRead
+from profiles.torch_compat import storage_of, tensors_in, without_onednn
 from profiles.trace.scopes import Scope
 from profiles.trace.tally import Cost, SavedBytes, tally
 from profiles.trace.timeline import Timeline
@@ -41,6 +50,10 @@ class StepTrace:
         timeline: every allocation.
         gradients: those of them that are gradients of parameters.
         is_sound: else equal blocks were not what they seemed; look at every one.
+        reads: code that read values of the batch.
+        draws: code drew random numbers of Python or NumPy, or single ones of torch: they may decide
+            what runs.
+        draws_outside_torch: of Python or NumPy.
     """
 
     costs: dict[str, Cost]
@@ -54,17 +67,31 @@ class StepTrace:
     timeline: Timeline
     gradients: frozenset[int]
     is_sound: bool
+    reads: tuple[ValueRead, ...] = ()
+    draws: bool = False
+    draws_outside_torch: bool = False
 
 
 def trace_step(
-    subject: TracedModel, numerics: Numerics, *, times: int = 1, every_block: bool = True
+    subject: TracedModel,
+    numerics: Numerics,
+    *,
+    times: int = 1,
+    every_block: bool = True,
+    source: CaptureSource = CaptureSource.FAKE,
+    draw: float = KEPT,
+    limit: Callable[[int], None] | None = None,
+    hooks: bool = True,
 ) -> StepTrace:
     """Follow one forward and backward over the sample's rows, `times` times over.
 
     Args:
         every_block: run all blocks; else two of those that are equal, see `Repeats`.
+        source: what stands in for the tensors: fakes, fakes with known values, or copies.
+        draw, limit, hooks: see `TraceMode`.
 
     Raises:
+        CannotFollow: the model's code does not run on the stand-ins.
         ModelError: see `profiles.capture.capture.capture`.
     """
     model, loss_fn = subject.model, subject.loss_fn
@@ -75,7 +102,8 @@ def trace_step(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        fakes = stack.enter_context(stand_ins(modules, cast=low_precision))
+        are_copies = source is CaptureSource.RUN
+        fakes = stack.enter_context(stand_ins(modules, cast=low_precision, copies=are_copies))
         # oneDNN's recurrent layers keep a workspace whose size only the kernel knows.
         stack.enter_context(without_onednn())
         batch = map_batch(lambda tensor: _rows(fakes.of(tensor), times), subject.sample)
@@ -91,6 +119,9 @@ def trace_step(
             known=[storage for storage in before if storage is not None],
             casts_are_parameters=is_autocast,
         )
+        values = None
+        if source is CaptureSource.KNOWN_VALUES:
+            values = known_values(fakes, subject.sample, batch)
         trace = TraceMode(
             storages,
             low_precision=low_precision,
@@ -100,7 +131,14 @@ def trace_step(
                 if parameter.requires_grad
             },
             placed=_placed(subject, fakes, batch, storages),
+            values=values,
+            draw=draw,
+            limit=limit,
+            hooks=hooks,
         )
+        if source is not CaptureSource.FAKE:
+            stack.enter_context(ArrayReads(values, trace.note_read))
+        before_draws = drawn_state()
         trace.watch(model, subject.units, subject.layers)
         repeats = None if every_block else Repeats(trace, subject.units)
         stack.enter_context(_restored_gradients(trace))
@@ -114,7 +152,7 @@ def trace_step(
                 storages.selective_bytes_of_parts(),
             )
             trace.begin_backward(roots)
-            with _explained(subject, f"backward of `{type(model).__name__}` fails"):
+            with explained(subject, f"backward of `{type(model).__name__}` fails"):
                 _backward(roots)
             trace.end_backward()
         parameters = {key: fakes.of(parameter) for key, parameter in subject.parameters.items()}
@@ -141,6 +179,9 @@ def trace_step(
             timeline=storages.timeline,
             gradients=ignored,
             is_sound=repeats is None or repeats.is_sound(),
+            reads=tuple(trace.reads),
+            draws=trace.has_drawn or drawn_state() != before_draws,
+            draws_outside_torch=drawn_state() != before_draws,
         )
 
 
@@ -165,11 +206,11 @@ def _forward(subject: TracedModel, batch: Batch, trace: TraceMode) -> tuple[list
     The output itself is let go on return, as in a training step.
     """
     model, loss_fn = subject.model, subject.loss_fn
-    with _explained(subject, f"`{type(model).__name__}` does not run on the sample"):
+    with explained(subject, f"`{type(model).__name__}` does not run on the sample"):
         output = call_model(model, batch, has_target=loss_fn is not None)
     if loss_fn is not None:
         trace.enter(Scope(LOSS), output)
-        with _explained(subject, "the loss does not take what the model returns"):
+        with explained(subject, "the loss does not take what the model returns"):
             loss = loss_of(trace.as_float32(output), batch, loss_fn)
         trace.leave(loss)
         return [loss], True
@@ -227,56 +268,3 @@ def _substitutes_of(subject: TracedModel, trace: TraceMode) -> dict[int, int]:
             parts = {n.removeprefix(f"{block}.") for n in keys if n.startswith(f"{block}.")}
             substitutes.update({keys[f"{block}.{part}"]: keys[f"{other}.{part}"] for part in parts})
     return substitutes
-
-
-@contextmanager
-def _explained(subject: TracedModel, what: str) -> Iterator[None]:
-    """Turn whatever the model raises into a `ModelError` that says where and on what."""
-    try:
-        yield
-    except AdvisorError:
-        raise
-    except data_dependent_errors() as error:
-        raise ModelError(
-            f"{what}: it looks at values of tensors, which are not known here"
-            f" (`{getattr(error, 'func', error)}`)",
-            where=_where(subject, error),
-            hints=[
-                "take branches and sizes from shapes, not from values (.item(), nonzero, masks as"
-                " indices)"
-            ],
-        ) from error
-    except Exception as error:
-        raise ModelError(
-            f"{what}: {summary(error)}",
-            where=_where(subject, error),
-            hints=tuple(_hints(subject, error)),
-        ) from error
-
-
-def _hints(subject: TracedModel, error: Exception) -> Iterator[str]:
-    sample, has_loss = subject.sample, subject.loss_fn is not None
-    if isinstance(error, TypeError) and isinstance(sample, tuple | list) and not has_loss:
-        yield (
-            f"without a loss_fn all {len(sample)} elements of the sample are inputs; with one the"
-            " last is its target"
-        )
-
-
-def _where(subject: TracedModel, error: Exception) -> str:
-    """The line of the user's code, the innermost module of the traceback, and the sample."""
-    paths = {id(module): path for path, module in subject.model.named_modules()}
-    lines = [f"sample: {describe(subject.sample)}"]
-    innermost: object = None
-    trace = error.__traceback__
-    while trace is not None:
-        candidate = trace.tb_frame.f_locals.get("self")
-        innermost = candidate if id(candidate) in paths else innermost
-        trace = trace.tb_next
-    if innermost is not None:
-        path = paths[id(innermost)]
-        lines.insert(0, f"in `{path or '(the model itself)'}`, a {type(innermost).__name__}")
-    line = user_line(error)
-    if line is not None:
-        lines.insert(0, line)
-    return "\n".join(lines)

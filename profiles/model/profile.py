@@ -15,6 +15,7 @@ from profiles.model.flow import GLUE as GLUE
 from profiles.model.flow import LOSS as LOSS
 from profiles.model.flow import Flow
 from profiles.model.layers import LayerCost
+from profiles.model.source import CaptureSource, ValueRead
 from profiles.model.times import BlockTimes
 from profiles.model.work import AttentionCall, Fusible, Product
 from profiles.record import Document, Record
@@ -147,7 +148,7 @@ class UnitProfile(Record):
 
 
 class ModelProfile(Document):
-    """A model and one sample, looked at on fake tensors; nothing was allocated or run.
+    """A model and one sample, looked at without changing either.
 
     Attributes:
         units: in the order of their first call; the loss last.
@@ -174,6 +175,8 @@ class ModelProfile(Document):
         factory: `pkg.module:factory` that it was captured from, which can be called again; else
             None.
         stack: the software whose kernels the costs are of, where it is not what was captured.
+        source: how costs were counted.
+        reads: code that acts on values of the sample; the profile is of the sample's path.
     """
 
     name: str
@@ -196,6 +199,8 @@ class ModelProfile(Document):
     config: dict[str, JsonValue] | None = None
     factory: str | None = None
     stack: str = ""
+    source: CaptureSource = CaptureSource.FAKE
+    reads: tuple[ValueRead, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -227,6 +232,24 @@ class ModelProfile(Document):
         """The unit with the most parameter bytes: what must fit a device whole without TP."""
         return max(self.units, key=lambda unit: unit.parameter_bytes)
 
+    @property
+    def path_varies(self) -> bool:
+        """True if another batch may take another path than the sample."""
+        return bool(self.reads) or self.source is CaptureSource.PARAMETERS
+
+    @property
+    def may_skip_parameters(self) -> bool:
+        """True if a step may leave trainable parameters without a gradient."""
+        return bool(self.unused) or self.path_varies
+
+    @property
+    def may_skip_units(self) -> bool:
+        """True if another batch may call other units: code that calls units acts on values."""
+        callers = {GLUE, *(caller for _, caller in self.flow.inside)}
+        return self.source is CaptureSource.PARAMETERS or any(
+            read.unit in callers for read in self.reads
+        )
+
     def blocks(self) -> Iterator[UnitProfile]:
         """The repeated blocks, in call order."""
         return (unit for unit in self.units if unit.is_block)
@@ -235,8 +258,11 @@ class ModelProfile(Document):
         """The units that are sharded, gathered and released on their own under FSDP.
 
         The rest of the parameters (small units, and units whose parameters are used elsewhere too)
-        form the root group, which stays gathered from the first forward to the last backward.
+        form the root group, which stays gathered from the first forward to the last backward. It
+        is all of them where ranks may call different units: a gather needs every rank.
         """
+        if self.may_skip_units:
+            return ()
         smallest = self.largest_unit.parameter_bytes * SMALLEST_SHARD_FRACTION
         block = max((unit.parameter_bytes for unit in self.blocks()), default=0)
         smallest_other = max(smallest, block * SMALLEST_BESIDE_BLOCKS)

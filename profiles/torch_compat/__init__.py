@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
@@ -219,6 +219,22 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
     )
 
     return (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """A context in which operations run as if no dispatch mode was on, also from within one."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def reads_values(operator: Operator, args: Sequence[Any]) -> bool:
+    """True if the shape of the result, or a number that code gets, follows from elements."""
+    if torch.Tag.data_dependent_output in operator.tags:
+        return True
+    if operator is torch.ops.aten.index.Tensor:
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    return torch.Tag.dynamic_output_shape in operator.tags
 
 
 def aten_operators(names: Iterable[str]) -> tuple[Operator, ...]:

@@ -20,10 +20,12 @@ class Timeline:
     def __init__(self) -> None:
         self._events: list[tuple[str, Hashable]] = []
         self._bytes: list[int] = []
+        self.live_bytes = 0
 
     def make(self, size_bytes: int) -> int:
         """Note an allocation; the number it is known by."""
         self._bytes.append(size_bytes)
+        self.live_bytes += size_bytes
         self._events.append(("make", len(self._bytes) - 1))
         return len(self._bytes) - 1
 
@@ -33,6 +35,7 @@ class Timeline:
         return len(self._bytes)
 
     def release(self, number: int) -> None:
+        self.live_bytes -= self._bytes[number]
         self._events.append(("release", number))
 
     def open(self, window: Hashable) -> None:

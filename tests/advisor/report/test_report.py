@@ -17,6 +17,7 @@ from advisor.report.view import ReportView, view_of
 from advisor.whatif.why_not import WhyNot
 from engines.plan import PartialPlan
 from profiles.model.profile import ModelProfile
+from profiles.model.source import CaptureSource, ValueRead
 from tests.factories import chain, cpus, exact, facts, gpus, transformer
 from tests.golden import check
 
@@ -374,3 +375,15 @@ def test_every_setting_that_is_fixed_is_in_the_plan(setting: str) -> None:
     partial = PartialPlan.parse(f"dp_replicate=8 {setting}")
     decision = choose(facts(MIDDLE, gpus(1, 8), batch=64), partial=partial)
     assert setting in " ".join(view_of(decision).plan)
+
+
+def test_the_report_says_how_the_model_was_followed() -> None:
+    read = ValueRead(unit="(glue)", line="net.py:7", operation="item")
+    for source, words in {
+        CaptureSource.RUN: "activations: counted in a run on the CPU, along the sample's path",
+        CaptureSource.PARAMETERS: "activations: guessed from the shapes of parameters alone",
+    }.items():
+        model = MIDDLE.model_copy(update={"source": source, "reads": (read,)})
+        view = view_of(choose(facts(model, gpus(1, 8), batch=64)))
+        assert any(basis.what.startswith(words) for basis in view.basis)
+        assert any("net.py:7 (item)" in hint for hint in view.hints)

@@ -12,18 +12,6 @@ from profiles.errors import AdvisorError, BatchError, ModelError
 from tests.engines.cases import TinyGPT
 
 
-class Looks(nn.Module):
-    def __init__(self, look: str) -> None:
-        super().__init__()
-        self.linear, self.look = nn.Linear(4, 4), look
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        if self.look == "value" and x.sum() > 0:
-            return x * 2
-        return x[x > 0] if self.look == "shape" else x
-
-
 class Opaque(nn.Module):
     """Returns its output in an object that nothing can look into."""
 
@@ -61,15 +49,6 @@ def test_a_failure_is_not_logged_as_well(capfd: pytest.CaptureFixture[str]) -> N
 def test_wrong_arguments_are_the_samples_fault() -> None:
     with pytest.raises(ModelError, match=r"takes 2 positional arguments but 3 were given"):
         capture(TinyGPT(), (torch.zeros(2, 4, dtype=torch.long),) * 2)
-
-
-@pytest.mark.parametrize("kind", ["value", "shape"])
-def test_control_flow_on_values_is_named(kind: str) -> None:
-    with pytest.raises(ModelError) as error:
-        capture(Looks(kind), torch.randn(2, 4))
-    text = message(error)
-    assert "it looks at values of tensors" in text
-    assert "a Looks" in text
 
 
 def test_lazy_parameters_are_named() -> None:

@@ -38,6 +38,22 @@ def test_values_of_fake_tensors_are_refused() -> None:
                 look(torch.empty(()) if look is not torch.nonzero else torch.empty(3))
 
 
+def test_operations_without_modes_are_real_under_fake_mode() -> None:
+    with compat.fake_tensors():
+        with compat.without_modes():
+            assert torch.arange(3).sum().item() == 3
+        assert compat.is_fake(torch.empty(3))
+
+
+def test_operators_that_read_values_are_known() -> None:
+    aten, mask, numbers = torch.ops.aten, torch.tensor([True]), torch.tensor([0])
+    assert compat.reads_values(aten._local_scalar_dense.default, [mask])
+    assert compat.reads_values(aten.nonzero.default, [mask])
+    assert compat.reads_values(aten.index.Tensor, [mask, [None, mask]])
+    assert not compat.reads_values(aten.index.Tensor, [mask, [numbers]])
+    assert not compat.reads_values(aten.relu.default, [mask])
+
+
 def test_constants_may_be_read_under_fake_mode() -> None:
     with compat.fake_tensors():
         assert not torch.tensor(0.5) < 0.1
