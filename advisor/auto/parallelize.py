@@ -349,9 +349,15 @@ def _decided(
 
     @functools.cache
     def check(tp: int) -> Pairs:
-        proposal = propose_styles(
-            model, sample, size=tp, profile=facts.model, has_target=loss_fn is not None
-        )
+        try:
+            proposal = propose_styles(
+                model, sample, size=tp, profile=facts.model, has_target=loss_fn is not None
+            )
+        except AdvisorError as error:
+            if partial.fixes("tp"):
+                raise
+            log.info("tensor parallel: %s", error.what)
+            return ()
         release_freed_memory()
         for note in proposal.notes:
             log.info("tensor parallel: %s", note)

@@ -27,7 +27,9 @@ def shard(build: Build) -> None:
         build.model.to(build.world.device)
     # The replicas of a pipeline average their gradients when a step is over. So do those of split
     # layers with unused parameters: to find these DDP flattens outputs, also split logits.
-    averages_itself = build.pipeline is not None or (build.plan.tp > 1 and build.profile.unused)
+    averages_itself = build.pipeline is not None or (
+        build.plan.tp > 1 and build.profile.may_skip_parameters
+    )
     if build.mesh.replicas.size > 1 and not averages_itself:
         _replicate(build)
     if build.requested.data_parallel is DataParallel.THREADS:

@@ -28,7 +28,7 @@ def replicate(
     """Wrap `model` so that its backward averages gradients over the ranks of `group`.
 
     Gradients live in the communication buckets (no second copy). The graph is searched for unused
-    parameters only where the profile saw some: the search costs time in every step. The parameters
+    parameters only where a step may have some: the search costs time in every step. The parameters
     named in `ignored` are left alone. `device` is None for a model whose parts sit on several: DDP
     then moves nothing, and reduces every bucket where it is.
 
@@ -51,7 +51,7 @@ def replicate(
         # Running statistics are sent once a step by ParallelModel, not once a forward by DDP.
         **without_buffer_sync(),  # type: ignore[arg-type]
         gradient_as_bucket_view=True,
-        find_unused_parameters=bool(profile.unused),
+        find_unused_parameters=profile.may_skip_parameters,
     )
     if dist.get_backend(group) == "fake":
         # DDP waits for a result that fake groups do not have; a hook in Python does the same.
@@ -113,7 +113,7 @@ def require_all_reduced(model: DistributedDataParallel, profile: ModelProfile) -
         ModelError: one was not used. Its bucket was not exchanged, so gradients are wrong, and
             DDP itself says so only in the next step.
     """
-    if profile.unused:
+    if profile.may_skip_parameters:
         return  # DDP then looks for unused parameters itself
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and parameter.grad is None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -34,6 +35,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from engines.data.replicas import local_part
 from engines.plan import DataParallel, OffloadTo, Plan
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
@@ -170,6 +172,27 @@ def whole_gradients(root: FSDPModule, plan: Plan, *, last: bool) -> Iterator[Non
     if last or plan.data_parallel is not DataParallel.ZERO1:
         prepare_backward(root, plan, last=last)
         reduce_now(root)
+
+
+@torch.no_grad()
+def drop_unused(root: nn.Module, profile: ModelProfile) -> None:
+    """Set the gradients of parameters that no rank used to None: zeros were exchanged for them, and
+    optimizers skip None, not 0. Where a step's path varies, ranks compare what they used."""
+    trained = {name: p for name, p in root.named_parameters() if p.requires_grad}
+    names = list(trained if profile.path_varies else profile.unused)
+    gradients = [trained[name].grad for name in names]
+    if not names:
+        return
+    used = torch.stack(
+        [torch.tensor(False) if g is None else local_part(g).any().cpu() for g in gradients]
+    ).int()
+    if profile.path_varies and dist.get_world_size() > 1:
+        device = next(iter(trained.values())).device
+        used = used.to(device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    for name, is_used in zip(names, used.tolist(), strict=True):
+        if not is_used:
+            trained[name].grad = None
 
 
 def start_over(model: nn.Module, plan: Plan) -> None:

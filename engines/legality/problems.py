@@ -17,6 +17,7 @@ from engines.legality.offload import offload
 from engines.legality.pipeline import pipeline
 from engines.legality.problem import Problem as Problem
 from engines.legality.tensor import tensor
+from engines.legality.values import values
 from engines.plan import AXES, DataParallel, Plan, Precision, Recompute
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile
@@ -238,6 +239,7 @@ def whole_matrices(plan: Plan, whole_because: str) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     world_size,
+    values,
     threads,
     stages,
     pipeline,

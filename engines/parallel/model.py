@@ -20,13 +20,19 @@ from engines.context.context import Context
 from engines.data.batch_norm import explained_single_values
 from engines.data.ddp import explained_reduction, require_all_reduced
 from engines.data.finite import FiniteGuard, OnNonfinite
-from engines.data.fsdp import prepare_backward, release, start_over, whole_gradients
+from engines.data.fsdp import (
+    drop_unused,
+    prepare_backward,
+    release,
+    start_over,
+    whole_gradients,
+)
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
 from engines.data.microbatches import Count, MicrobatchCutter, weighted
 from engines.data.noise_scale import NoiseMeter
 from engines.data.replica_checksums import ReplicaChecksums
-from engines.data.replicas import local_part, sum_gradients
+from engines.data.replicas import sum_gradients
 from engines.experts.experts import Experts
 from engines.offload.pool import OffloadPool
 from engines.optional.async_updates.exchange import UpdateExchange
@@ -423,11 +429,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         if isinstance(self._runner, DistributedDataParallel):
             require_all_reduced(self._runner, self._profile)
         elif isinstance(self.module, FSDPModule):
-            # Zeros were exchanged for parameters that no rank uses; optimizers skip None, not 0.
-            for name in self._profile.unused:
-                parameter = self.module.get_parameter(name)
-                if parameter.grad is not None and not local_part(parameter.grad).any():
-                    parameter.grad = None
+            drop_unused(self.module, self._profile)
 
     def _average(self, value: Tensor) -> Tensor:
         """The mean over replicas and parts of a sequence. Ranks of a pipeline without a loss have

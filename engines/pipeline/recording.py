@@ -14,6 +14,7 @@ from engines.pipeline.segments import Key, unit_calls
 from profiles.capture.batch import Batch, call_model, describe, map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
+from profiles.capture.frames import model_line
 from profiles.errors import ModelError
 from profiles.model.flow import Flow
 from profiles.model.profile import Numerics
@@ -313,6 +314,6 @@ def _explained(batch: Batch) -> Iterator[None]:
     except data_dependent_errors() as error:
         raise ModelError(
             "the forward depends on values of tensors, which a recording of shapes does not have",
-            where=f"{error}\nbatch: {describe(batch)}",
+            where=f"{model_line(error)}\n{error}\nbatch: {describe(batch)}",
             hints=["take branches and sizes from shapes, not from values"],
         ) from error

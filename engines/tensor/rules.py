@@ -124,8 +124,9 @@ def proposed_split(model: ModelProfile, tp: int) -> Split:
 
 
 def split_units(model: ModelProfile) -> list[UnitProfile]:
-    """The units whose layers may be split."""
-    return [unit for unit in model.units if unit.name not in (GLUE, LOSS)]
+    """The units whose layers may be split: a proof holds for the path that was followed."""
+    whole = {GLUE, LOSS, *(read.unit for read in model.reads)}
+    return [unit for unit in model.units if unit.name not in whole]
 
 
 def unit_splits(model: ModelProfile, tp: int) -> dict[str, UnitSplit]:
@@ -300,6 +301,8 @@ INDEX_BYTES = 8  # torch looks up rows by int64
 
 def leave_logits_split(model: ModelProfile, styles: dict[str, Style]) -> None:
     """The head of a language model keeps its logits split, if only the loss takes them."""
+    if model.reads:  # it may be the logits that other code acts on
+        return
     units = split_units(model)
     tables = {
         layer.inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from engines.tensor.copy_tree import copy_tree
 from profiles.capture.batch import Batch, call_model, map_batch, split_rows
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import preserved_random_state, stand_ins
-from profiles.errors import AdvisorError, ModelError
+from profiles.capture.known_values import known_values
+from profiles.errors import ModelError
 from profiles.torch_compat import (
     flatten,
     is_fake,
@@ -222,10 +224,12 @@ def _calls(
 ) -> dict[str, UnitArguments]:
     """The arguments of the first call of each unit; cheap runs are tried first."""
     last: Exception | None = None
-    for follow, part in ((_fake_calls, _short), (_fake_calls, _same), (_real_calls, _same)):
+    known = functools.partial(_fake_calls, knows_values=True)
+    ways = ((_fake_calls, _short), (_fake_calls, _same), (known, _same), (_real_calls, _same))
+    for follow, part in ways:
         try:
             return follow(model, part(batch), paths, has_target=has_target)
-        except (RuntimeError, ValueError, IndexError, AssertionError, AdvisorError) as error:
+        except Exception as error:  # of the model's code, which may ask fakes for anything
             last = error
     assert last is not None
     raise last
@@ -247,7 +251,12 @@ def _short(batch: Batch) -> Batch:
 
 
 def _fake_calls(
-    model: nn.Module, batch: Batch, paths: Sequence[str], *, has_target: bool
+    model: nn.Module,
+    batch: Batch,
+    paths: Sequence[str],
+    *,
+    has_target: bool,
+    knows_values: bool = False,
 ) -> dict[str, UnitArguments]:
     with (
         _noted(model, paths) as notes,
@@ -257,7 +266,8 @@ def _fake_calls(
         stand_ins([model]) as fakes,
     ):
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)
-        with FakeRunMode().on(fake), without_onednn():
+        values = known_values(fakes, batch, fake) if knows_values else None
+        with FakeRunMode(values).on(fake), without_onednn():
             output = call_model(model, fake, has_target=has_target)
         return _with_use(notes, output)
 
