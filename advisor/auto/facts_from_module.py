@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -16,7 +17,8 @@ from advisor.learning.run_log import pace_of, with_anchor, with_runs
 from engines.plan import PartialPlan, Precision
 from engines.state.optimizer import OptimizerFactory
 from engines.state.optimizer_footprint import optimizer_footprint
-from profiles.capture.batch import Batch, batch_size
+from profiles.capture.batch import Batch
+from profiles.capture.batch_dims import SaidDims
 from profiles.capture.capture import capture
 from profiles.errors import InputError, ModelError
 from profiles.machine.cluster import ClusterProfile
@@ -59,10 +61,13 @@ def facts_from_module(
     anchor: Anchor | None = None,
     stack: Stack = TORCH,
     may_reduce: bool = False,
+    batch_dims: SaidDims = None,
 ) -> Facts:
     """Collect the facts of a decision.
 
     Args:
+        global_batch_size: by default a sample for each rank of the cluster, whatever the plan.
+        batch_dims: of the sample, see `profiles.capture.batch_dims`.
         learns: correct constants by runs and by a step of such a model measured on this machine.
         anchor: such a step, read from a file.
         may_reduce: if no precision is named, plan for bf16 on devices that have units for it;
@@ -72,7 +77,15 @@ def facts_from_module(
     wanted = precision or partial.precision
     may_reduce = may_reduce and wanted is None and has_bf16_units(cluster.device)
     is_reduced = (wanted == "bf16" or may_reduce) and dtype == "float32"
-    profile = _profile(model, sample, loss_fn, is_reduced=is_reduced, may_leave_out=may_reduce)
+    look = functools.partial(
+        capture,
+        model,
+        sample,
+        loss_fn=loss_fn,
+        name=type(model).__name__,
+        batch_dims=batch_dims,
+    )
+    profile = _profile(look, is_reduced=is_reduced, may_leave_out=may_reduce)
     if wanted is None:
         device = cluster.device if may_reduce else None
         wanted = (default_precision(profile, device) or Precision.FP32).value
@@ -83,7 +96,7 @@ def facts_from_module(
         cluster = with_runs(cluster, dtype=Precision(wanted).dtype)
     batch = global_batch_size
     if batch is None:
-        batch = _global_batch(sample, partial, cluster.world_size)
+        batch = profile.samples * max(1, cluster.world_size - partial.extra_ranks)
     workload = Workload.build(
         {
             "global_batch_size": batch,
@@ -115,25 +128,18 @@ def facts_from_module(
 
 
 def _profile(
-    model: nn.Module,
-    sample: Batch,
-    loss_fn: LossFn | None,
-    *,
-    is_reduced: bool,
-    may_leave_out: bool,
+    look: Callable[..., ModelProfile], *, is_reduced: bool, may_leave_out: bool
 ) -> ModelProfile:
     """Profile the model as built and, with `is_reduced`, in bf16; without bf16 if the model does
     not support it and `may_leave_out`."""
-    name = type(model).__name__
     if is_reduced:
-        numerics = (Numerics.AS_BUILT, *MIXED)
         try:
-            return capture(model, sample, loss_fn=loss_fn, numerics=numerics, name=name)
+            return look(numerics=(Numerics.AS_BUILT, *MIXED))
         except ModelError as error:
             if not may_leave_out:
                 raise
             log.info("planned as built, the model does not run in bf16: %s", error.what)
-    return capture(model, sample, loss_fn=loss_fn, numerics=(Numerics.AS_BUILT,), name=name)
+    return look(numerics=(Numerics.AS_BUILT,))
 
 
 def _with_times(
@@ -154,11 +160,6 @@ def _with_times(
         log.warning("blocks are not timed: the model was not followed on fake tensors")
         return profile
     return with_times(model, sample, profile, device_name=wanted, loss_fn=loss_fn)
-
-
-def _global_batch(sample: Batch, partial: PartialPlan, ranks: int) -> int:
-    """One sample batch for each replica: ranks that hold parts of one model see the same rows."""
-    return batch_size(sample) * max(1, (ranks - partial.extra_ranks) // partial.model_ranks)
 
 
 def _given(**arguments: object) -> tuple[str, ...]:

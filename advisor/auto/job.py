@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import socket
 
 from torch import nn
 
 from engines.optional.data_parallel import require_devices
 from engines.plan import AXES, DataParallel, PartialPlan
-from engines.runtime.world import World
+from engines.runtime.world import World, texts_of_ranks
 from profiles.capture.manual_placement import accelerators_of
 from profiles.errors import PlanError
 from profiles.machine.bench import recall_or_bench
@@ -30,7 +31,7 @@ def machines_of(model: nn.Module, partial: PartialPlan, world: World) -> Cluster
     """
     parts = len(accelerators_of(model))
     if world.size > 1:
-        cluster = recall_or_bench(probe())
+        cluster = recall_or_bench(probe(launcher=_launcher_of(world)))
         if parts > 1:
             cluster = cluster.model_copy(update={"parts": probe(launcher=_ALONE, ranks=parts)})
         return cluster
@@ -38,6 +39,17 @@ def machines_of(model: nn.Module, partial: PartialPlan, world: World) -> Cluster
         return probe(measure=True)
     drives = (partial.dp_replicate or 0) if is_by_threads(partial) else max(1, parts)
     return probe(launcher=_ALONE, ranks=drives or None, measure=True)
+
+
+def _launcher_of(world: World) -> Launcher | None:
+    """The ranks by node, where a script made the process group itself; None under a launcher."""
+    if launcher().world_size > 1:
+        return None
+    hosts = texts_of_ranks("ranks' hosts", socket.gethostname(), world)
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    return Launcher(
+        "torchrun", world.rank, world.size, here.index(world.rank), len(here), len(set(hosts))
+    )
 
 
 def is_by_threads(partial: PartialPlan) -> bool:

@@ -25,7 +25,8 @@ from engines.plan import PartialPlan
 from engines.runtime.steps import WARM_UP_STEPS
 from engines.runtime.world import World, join_world
 from engines.state.optimizer import OptimizerFactory
-from profiles.capture.batch import Batch, map_batch
+from profiles.capture.batch import Batch
+from profiles.capture.batch_tree import map_batch
 from profiles.errors import InputError, RankError, UnknownNameError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
 from os import PathLike
 
-from torch import Tensor, nn
+from torch import nn
 
-from advisor.auto.facts_from_module import LossFn, Optimizer, facts_from_module
+from advisor.auto.arguments import OptimizerLike, cluster_of, optimizer_of, require_callables
+from advisor.auto.facts_from_module import LossFn, facts_from_module
 from advisor.auto.given_plan import (
     PlanLike,
     is_by_world_size,
@@ -37,6 +37,7 @@ from advisor.learning.shortages import below, failed_here
 from advisor.whatif.suggestions import with_suggestions
 from engines.apply import Proofs, apply_plan
 from engines.context.proof import SequenceProof, prove
+from engines.data.microbatches import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY
 from engines.parallel import ParallelModel
 from engines.plan import PartialPlan
@@ -47,9 +48,9 @@ from engines.tensor.proposal import propose_styles
 from engines.tensor.split_proof import SplitProof
 from profiles.allocator.process_peak import release_freed_memory
 from profiles.capture.batch import Batch
+from profiles.capture.batch_dims import SaidDims, describe_dims
 from profiles.errors import AdvisorError, InputError, NoPlanError
 from profiles.machine.cluster import ClusterProfile
-from profiles.machine.clusters import resolve_cluster
 from profiles.machine.probe import probe
 from profiles.workload.stack import Stack
 
@@ -63,7 +64,8 @@ def advise(
     loss_fn: LossFn | None = None,
     cluster: ClusterProfile | str = "auto",
     global_batch_size: int | None = None,
-    optimizer: Optimizer | None = None,
+    batch_dims: SaidDims = None,
+    optimizer: OptimizerLike = None,
     precision: str | None = None,
     samples: int | None = None,
     critical_batch_size: float | None = None,
@@ -83,14 +85,17 @@ def advise(
 
     Args:
         model: any module, on any device, the meta device too.
-        sample: one local batch: a tensor, (inputs..., target) or a dict of keyword arguments; the
-            first dimension of every tensor is the batch.
-        loss_fn: loss_fn(output, target), for dicts loss_fn(output, batch); None if the model
-            returns its loss.
+        sample: what one device would get of a global batch: a tensor, (inputs..., target), a dict
+            of keyword arguments, or the one object that the model takes; with any nesting.
+        loss_fn: loss_fn(output, target), for batches that are no tuples loss_fn(output, batch);
+            None if the model returns its loss: a scalar, `.loss`, `["loss"]`, or first in a tuple.
         cluster: a profile, a name ("4x8xH100-SXM-80GB"), a cluster.toml, or "auto": this machine,
             or the job that runs it.
-        global_batch_size: samples per optimizer step; by default one sample batch per device, or
-            per replica if `plan` fixes pp or tp.
+        global_batch_size: samples per optimizer step; by default the sample's, times the devices,
+            under every plan.
+        batch_dims: dimensions of the batch, where they cannot be inferred: {"positions": None,
+            "frames": 1}, None for a tensor that all samples share, "elements" for a list with an
+            element a sample. In order for a tuple.
         optimizer: as for `auto_parallelize`; only its memory counts here.
         precision: "fp32" or "bf16"; by default bf16 with fp32 masters on accelerators that have
             units for it, else that of the model. Pass the same to `auto_parallelize`, which
@@ -122,9 +127,8 @@ def advise(
         PlanError: the fixed settings allow no legal plan.
         ModelError: the model cannot be run on the sample.
     """
-    machines = resolve_cluster(cluster) if isinstance(cluster, str) and cluster != "auto" else None
-    if isinstance(cluster, ClusterProfile):
-        machines = cluster
+    require_callables(model, loss_fn)
+    machines, optimizer = cluster_of(cluster), optimizer_of(optimizer)
     partial, software = partial_plan_of(plan), stack_of(stack)
     facts = facts_from_module(
         model,
@@ -144,6 +148,7 @@ def advise(
         anchor=_read(anchor),
         stack=software,
         may_reduce=True,
+        batch_dims=batch_dims,
     )
     decision, _ = _decided(
         model,
@@ -161,18 +166,19 @@ def auto_parallelize(
     *,
     sample: Batch,
     loss_fn: LossFn | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: OptimizerLike = None,
     plan: PlanLike = None,
     global_batch_size: int | None = None,
     precision: str | None = None,
     samples: int | None = None,
     critical_batch_size: float | None = None,
     host_overhead_s: float = 0.0,
-    count: Callable[[Batch], float | Tensor] | None = None,
+    batch_dims: SaidDims = None,
+    loss_weight: LossWeight | None = None,
     max_grad_norm: float | None = None,
     weights: Weights | None = None,
     objective: str = "tree",
-    cluster: ClusterProfile | None = None,
+    cluster: ClusterProfile | str | None = None,
     timed: bool = False,
     allow_lossy: bool = False,
     imbalance: float | None = None,
@@ -202,19 +208,20 @@ def auto_parallelize(
     Args:
         precision: "fp32" or "bf16" (with fp32 masters); by default that of the model, so that the
             numerics of a training only change on request. A warning says if bf16 would be faster.
-        model, sample, loss_fn, samples, critical_batch_size, host_overhead_s, objective, timed,
-            allow_lossy: as for `advise`; all ranks time their blocks at the same time, as in
-            training.
-        optimizer: a factory `lambda params: torch.optim.AdamW(params)`, or an optimizer already
-            built on the model, which is carried over; None is AdamW.
+        model, sample, loss_fn, batch_dims, samples, critical_batch_size, host_overhead_s,
+            objective, timed, allow_lossy: as for `advise`; all ranks time their blocks at the same
+            time, as in training.
+        optimizer: a name ("adamw"), a factory `lambda params: torch.optim.AdamW(params)` or an
+            optimizer already built on the model, which is carried over; None is AdamW.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
             they name ("pp=2 tp=2 zero=1" leaves stages, microbatches and split layers open). A
             path with `{world_size}` in it, "plans/{world_size}.json", is a file for each number of
             ranks that an elastic job may have; where there is none, everything is decided.
-        global_batch_size: samples per optimizer step over all ranks; by default one sample batch
-            per replica of `plan`, or per rank if it names no degree.
-        count: number of terms in a microbatch's mean loss, if that is not its rows:
-            `lambda batch: (batch["labels"] != -100).sum()`.
+        global_batch_size: samples per optimizer step over all ranks, the rows of the largest batch
+            that the loader yields; by default the sample's, times the ranks, under every plan.
+        loss_weight: number of terms in a microbatch's mean loss, for a true mean over uneven
+            microbatches. By default the targets that the loss was seen to count (those that are not
+            -100, or the `ignore_index` of the cross-entropy), else the rows.
         max_grad_norm: clip gradients to this norm in `train_step`.
         weights: of a model built on the meta device: an init function, a state dict or a path to
             safetensors files; see `apply_plan`.
@@ -246,6 +253,8 @@ def auto_parallelize(
         as `advise`, InputError for the stack of other software, and PlanMismatchError or RankError
             if ranks disagree or are missing.
     """
+    require_callables(model, loss_fn)
+    known_machines, optimizer = cluster_of(cluster), optimizer_of(optimizer)
     software = stack_of(stack)
     require_of_engines(software)
     given = None if is_by_world_size(plan) else partial_plan_of(plan)
@@ -257,7 +266,7 @@ def auto_parallelize(
     allowed = {"allow_lossy": allow_lossy, "allow_stale": allow_stale}
     require_same_request(partial, world, global_batch_size, precision, objective, allowed)
     require_ranks(partial, world)
-    machines = cluster or machines_of(model, partial, world)
+    machines = known_machines or machines_of(model, partial, world)
     if offload_folder is not None:
         machines = with_disk(machines, offload_folder)
 
@@ -279,6 +288,7 @@ def auto_parallelize(
             learns=learns,
             anchor=known,
             stack=software,
+            batch_dims=batch_dims,
         )
 
     def decide() -> tuple[Decision, Proofs]:
@@ -305,7 +315,7 @@ def auto_parallelize(
         cluster=decision.facts.cluster,
         loss_fn=loss_fn,
         optimizer=optimizer,
-        count=count,
+        loss_weight=loss_weight,
         max_grad_norm=max_grad_norm,
         weights=weights,
         outer_optimizer=outer_optimizer,
@@ -323,6 +333,10 @@ def auto_parallelize(
     parallel.next_plan = NextPlans(decision, learns=learns)
     if world.rank == 0:
         log.info("plan: %s", decision.plan)
+        dims = decision.facts.model.batch_dims
+        is_plain = batch_dims is not None or all(dim == 0 for dim in dims.values())
+        hint = "" if is_plain else " (inferred, `batch_dims=` says it otherwise)"
+        log.log(logging.INFO if is_plain else logging.WARNING, "%s%s", describe_dims(dims), hint)
         faster = precision_hint(decision.facts)
         if faster is not None:
             log.warning("%s", faster)

@@ -222,7 +222,7 @@ def _resized(sample: Batch, before: int | None, after: int) -> Batch:
     """Resize by repeating values, which do not matter."""
     import torch
 
-    from profiles.capture.batch import map_batch
+    from profiles.capture.batch_tree import map_batch
 
     def resized(tensor: Tensor) -> Tensor:
         for dim in range(1, tensor.ndim):

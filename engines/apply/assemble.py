@@ -51,7 +51,7 @@ def assemble(build: Build) -> ParallelModel:
         layout=build.layout,
         optimizer=optimizer,
         loss_fn=build.loss_fn,
-        count=training.count,
+        loss_weight=training.loss_weight,
         max_grad_norm=training.max_grad_norm,
         on_nonfinite=training.on_nonfinite,
         check_replicas_every=training.check_replicas_every,

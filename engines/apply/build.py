@@ -12,7 +12,7 @@ from torch import nn
 from engines.context.context import Context
 from engines.context.proof import SequenceProof
 from engines.data.finite import OnNonfinite
-from engines.data.microbatches import Count
+from engines.data.microbatches import LossWeight
 from engines.experts.experts import Experts
 from engines.legality import numerics
 from engines.offload.pool import OffloadPool
@@ -38,7 +38,7 @@ class Training:
 
     loss_fn: LossFn | None
     optimizer: torch.optim.Optimizer | OptimizerFactory | None
-    count: Count | None
+    loss_weight: LossWeight | None
     max_grad_norm: float | None
     outer_optimizer: OptimizerFactory | None
     seed: int

@@ -29,7 +29,7 @@ from engines.apply.shard import shard
 from engines.apply.split import fill, make_stages, split
 from engines.apply.validate import validate
 from engines.data.finite import OnNonfinite, reaction_of
-from engines.data.microbatches import Count
+from engines.data.microbatches import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY, require_every
 from engines.offload.pool import Folder
 from engines.optional.manual_placement import with_devices_of
@@ -52,7 +52,7 @@ def apply_plan(
     cluster: ClusterProfile,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
-    count: Count | None = None,
+    loss_weight: LossWeight | None = None,
     max_grad_norm: float | None = None,
     sample: Batch | None = None,
     weights: Weights | None = None,
@@ -79,8 +79,9 @@ def apply_plan(
         loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None
             where the model returns its loss.
         optimizer: a factory, an optimizer built on `model`, or None for AdamW.
-        count: what a microbatch's mean loss is a mean over, where that is not its rows:
-            `lambda batch: (batch["labels"] != -100).sum()`.
+        loss_weight: number of terms that the mean loss of a microbatch is a mean over, where it is
+            neither its rows nor what the profile saw (`loss_terms`):
+            `lambda batch: batch["mask"].sum()`.
         max_grad_norm: clip gradients in `train_step`.
         sample: one local batch, as for `capture`; with tp or cp > 1 the split is proved on it, with
             pp > 1 the stages are tried on its shapes.
@@ -112,7 +113,7 @@ def apply_plan(
     training = Training(
         loss_fn,
         optimizer,
-        count,
+        loss_weight,
         max_grad_norm,
         outer_optimizer,
         seed,

@@ -117,7 +117,9 @@ def _settings(training: Training) -> dict[str, list[str]]:
         "`measure_noise`": [str(training.measure_noise)],
         "`on_nonfinite`": [training.on_nonfinite],
         "`check_replicas_every`": [str(training.check_replicas_every)],
-        "`count`": [", ".join(text for (text,) in _code_facts(training.count).values())],
+        "`loss_weight`": [
+            ", ".join(text for (text,) in _code_facts(training.loss_weight).values())
+        ],
     }
 
 

@@ -59,7 +59,9 @@ class Context:
         """The rank's share of the mean loss of `piece`: the mean over the axis is the loss."""
         own, run = self._own(called, piece)
         with self.own_tokens():
-            output = call_model(run, own, has_target=loss_fn is not None)
+            output = call_model(
+                run, own, has_target=loss_fn is not None, forward=self._model.forward
+            )
         return self._weighted(loss_of(output, own, loss_fn), piece)
 
     def forward(

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engines.context.tokens import part, places
-from profiles.capture.batch import Batch, batch_tensors, describe, map_batch
+from profiles.capture.batch import Batch
+from profiles.capture.batch_tree import batch_tensors, describe, map_batch
 from profiles.errors import BatchError
 from profiles.record import Record
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from engines.context.input_sharding import IGNORED, has_tokens, length_of
-from profiles.capture.batch import Batch, map_batch, split_rows
-from profiles.torch_compat import tensors_in
+from profiles.capture.batch import Batch
+from profiles.capture.batch_rows import batch_size, split_rows
+from profiles.capture.batch_tree import map_batch
 
 SEED = 20
 LARGE = 2**26  # parameters from which on layers of the copy share their numbers
@@ -20,7 +21,7 @@ def short(sample: Batch, size: int) -> Batch:
     """A row or two of few tokens, on the CPU; values where the sample has none."""
     generator = torch.Generator().manual_seed(SEED)
     length = length_of(sample)
-    rows = len(next(t for t in tensors_in(sample) if t.dim() >= 1))
+    rows = batch_size(sample)
     tokens = min(length, 2 * size * CHUNK)
     few = split_rows(sample, [min(rows, 2), rows - min(rows, 2)])[0]
 

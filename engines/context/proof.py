@@ -27,7 +27,8 @@ from engines.context.attention import Counting, OwnTokens, require_plain
 from engines.context.input_sharding import InputSharding, length_of
 from engines.context.model_copy import copied, short
 from engines.context.tokens import part
-from profiles.capture.batch import Batch, LossFn, call_model, find_loss, loss_of, map_batch
+from profiles.capture.batch import Batch, LossFn, call_model, find_loss, loss_of
+from profiles.capture.batch_tree import map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import preserved_random_state, stand_ins
 from profiles.errors import AdvisorError, BatchError, PlanError
@@ -244,7 +245,7 @@ def _require_same(
         ring = _SimulatedRing(whole.calls, rank=rank, size=size)
         with OwnTokens(ring, places=where, model=copy):
             called = functools.partial(copy, **keywords)
-            output = call_model(called, own, has_target=loss_fn is not None)
+            output = call_model(called, own, has_target=loss_fn is not None, forward=copy.forward)
         ring.require_end()
         loss = loss_of(output, own, loss_fn) if loss_fn is not None else find_loss(output)
         dims = _require_parts(tensors_in(output), whole, loss, rank=rank, size=size)

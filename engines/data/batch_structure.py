@@ -6,27 +6,36 @@ that the model cannot take raises there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from operator import itemgetter
-
 from torch import Tensor
 
 from engines.runtime.rank_agreement import Topic
-from profiles.capture.batch import Batch, batch_items
+from profiles.capture.batch import Batch
+from profiles.capture.batch_dims import ELEMENTS, Dims
+from profiles.capture.batch_tree import INSIDE, is_leaf, map_nodes
 
 
-def batch_topic(batch: Batch) -> Topic:
-    """The structure of this rank's batch, to be compared with the others'."""
+def batch_topic(batch: Batch, dims: Dims) -> Topic:
+    """The structure of this rank's batch, to be compared with the others'.
+
+    Args:
+        dims: of the sample; a list with an element a sample is one item, however long it is.
+    """
     facts: dict[str, list[str]] = {}
-    items = batch_items(batch)
-    for name, value in sorted(items, key=itemgetter(0)) if isinstance(batch, Mapping) else items:
+
+    def visit(name: str, value: object) -> object:
         aspects = [type(value).__name__]
         if isinstance(value, Tensor):
             dtype = str(value.dtype).removeprefix("torch.")
-            aspects = [dtype, f"{value.ndim} dimensions" if value.ndim != 1 else "1 dimension"]
-        facts[f"`{name}`"] = aspects
+            aspects = [dtype, f"{value.dim()} dimension{'s' if value.dim() != 1 else ''}"]
+        is_by_sample = dims.get(name) == ELEMENTS and isinstance(value, tuple | list)
+        if is_by_sample or is_leaf(value):
+            facts[f"`{name}`"] = aspects
+        return value if is_by_sample else INSIDE
+
+    map_nodes(visit, batch)
+    items = facts.items()
     return Topic(
         "element of the batch",
-        facts,
+        dict(sorted(items) if hasattr(batch, "keys") else items),
         "let the loader of every rank yield the same tensors in order",
     )

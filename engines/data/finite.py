@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from engines.data.replicas import local_part
 from engines.runtime.world import World, name_ranks, texts_of_ranks
-from profiles.capture.batch import Batch, batch_items
+from profiles.capture.batch import Batch
+from profiles.capture.batch_tree import batch_items
 from profiles.errors import NonFiniteError, UnknownNameError
 from profiles.torch_compat import is_batch_norm, tensors_in
 

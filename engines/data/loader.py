@@ -22,10 +22,13 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from engines.plan import Plan
 from engines.runtime.preflight import shared_memory, shm_free_bytes
 from engines.runtime.random_states import random_states, restore_random_states
-from profiles.capture.batch import Batch, batch_size, split_rows
-from profiles.errors import InputError
+from profiles.capture.batch import Batch
+from profiles.capture.batch_dims import Dims
+from profiles.capture.batch_rows import batch_size, split_rows
+from profiles.errors import BatchError, InputError
 from profiles.model.profile import ModelProfile
 
 log = logging.getLogger(__name__)
@@ -53,12 +56,31 @@ class ShardedLoader:
     seeded while the sampler draws, and put back. A loader that is already split by a
     `DistributedSampler` passes through, with its epoch set.
 
+    Args:
+        dims: of the batches, where they are known; see `profiles.capture.batch_dims`.
+
     Raises:
-        InputError: a shuffled loader without automatic batches, whose order the ranks cannot share.
+        InputError: nothing that yields batches, or a shuffled loader without automatic batches,
+            whose order the ranks cannot share.
     """
 
-    def __init__(self, loader: Iterable[Batch], *, replica: int, replicas: int, seed: int) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Batch],
+        *,
+        replica: int,
+        replicas: int,
+        seed: int,
+        dims: Dims | None = None,
+    ) -> None:
+        if not isinstance(loader, Iterable):
+            raise InputError(
+                f"a {type(loader).__name__} yields no batches",
+                where="parallel.shard",
+                hints=["give a DataLoader, or anything that yields global batches"],
+            )
         self.replica, self.replicas = replica, replicas
+        self._dims = dims or None
         self.epoch = 0
         self._source = loader
         self._indices: _ReplicaBatches | None = None
@@ -89,7 +111,7 @@ class ShardedLoader:
         source = self._source
         if not isinstance(source, DataLoader) or not source.num_workers:
             return
-        rows = source.batch_size or self._rows()
+        rows = source.batch_size or self._rows_of_a_batch()
         risks = shared_memory(
             free_bytes=shm_free_bytes(),
             workers=source.num_workers,
@@ -100,7 +122,7 @@ class ShardedLoader:
         for risk in risks:
             log.warning("%s", risk)
 
-    def _rows(self) -> int:
+    def _rows_of_a_batch(self) -> int:
         """Rows of this replica's batch, of a loader that was split by index; 0 if not known."""
         size = getattr(self._indices.batches, "batch_size", 0) if self._indices else 0
         return -(-size // self.replicas)
@@ -182,11 +204,33 @@ class ShardedLoader:
             self._indices.begin(of.epoch, skip=of.batches)
             for batch in self._source:
                 has_rows = self._indices.rows.popleft()
-                yield batch if has_rows else split_rows(batch, [0, batch_size(batch)])[0]
+                yield batch if has_rows else self._rows(batch, [0, 1])[0]
         else:
             for batch in self._source:
-                parts = split_rows(batch, split_rows_evenly(batch_size(batch), self.replicas))
-                yield parts[self.replica]
+                rows = split_rows_evenly(batch_size(batch, self._dims), self.replicas)
+                yield self._rows(batch, rows)[self.replica]
+
+    def _rows(self, batch: Batch, sizes: list[int]) -> list[Batch]:
+        return split_rows(batch, sizes, self._dims)
+
+    def require_room(self, plan: Plan) -> None:
+        """Require that the plan holds the batches that the loader says it yields.
+
+        Raises:
+            BatchError: they have more rows than its global batch.
+        """
+        source = self._source if isinstance(self._source, DataLoader) else None
+        batches = self._indices.batches if self._indices else getattr(source, "batch_sampler", None)
+        rows, most = getattr(batches, "batch_size", None), plan.global_batch_size
+        if type(rows) is not int or most is None:
+            return
+        rows *= self.replicas if self._sampler is not None else 1
+        if rows > most:
+            raise BatchError(
+                f"the loader yields {rows} rows, the plan's global batch has {most}",
+                where=f"plan: {plan}",
+                hints=[f"plan for it: `auto_parallelize(..., global_batch_size={rows})`"],
+            )
 
 
 @dataclass(slots=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,22 +15,43 @@ from engines.data.batch_structure import batch_topic
 from engines.data.loader import split_rows_evenly
 from engines.plan import Plan
 from engines.runtime.rank_agreement import require_agreement
-from engines.runtime.world import World, rank_error_context, sum_over_ranks
-from profiles.capture.batch import Batch, batch_size, batch_tensors, describe, map_batch, split_rows
+from engines.runtime.world import World, rank_error_context, sum_over_ranks, texts_of_ranks
+from profiles.capture.batch import Batch
+from profiles.capture.batch_rows import batch_size, split_rows
+from profiles.capture.batch_tree import batch_items, batch_tensors, describe, map_batch
 from profiles.errors import BatchError
-from profiles.model.profile import ModelProfile
+from profiles.model.profile import LossTerms, ModelProfile
 
-Count = Callable[[Batch], float | Tensor]
+log = logging.getLogger(__name__)
+
+LossWeight = Callable[[Batch], float | Tensor]
 FINGERPRINT_ELEMENTS = 2**14  # of a tensor; batches that differ do so in every row
+_DROP = "drop the short batch: DataLoader(..., drop_last=True)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A rank's batch in microbatches: rows and weight of each."""
+
+    rows: int
+    sizes: list[int]
+    pieces: list[Batch]
+    counts: list[float]
 
 
 class MicrobatchCutter:
     """Cuts batches into microbatches; keeps a spare row for a microbatch without rows.
 
     Args:
-        count: what a microbatch's mean loss is a mean over, where that is not its rows.
+        loss_weight: of a microbatch's mean loss, where it is known; else the number of targets that
+            the loss was seen to be a mean over, else that of its rows.
         replica: number of the replica that this rank is part of.
         require: check of a step's microbatches by the plan's engine; raises BatchError.
+
+    Attributes:
+        is_sharded: a loader was split over the replicas.
+        total: rows of the latest global batch.
+        counted: weights of this rank's rows in it.
     """
 
     def __init__(
@@ -37,7 +61,7 @@ class MicrobatchCutter:
         *,
         profile: ModelProfile,
         world: World,
-        count: Count | None,
+        loss_weight: LossWeight | None,
         replica: int = 0,
         require: Callable[[Sequence[Batch]], None] | None = None,
     ) -> None:
@@ -45,15 +69,15 @@ class MicrobatchCutter:
         self._plan = plan
         self._profile = profile
         self._world = world
-        self._counter = count
+        self._weight = loss_weight or _weight_of(profile.loss_terms)
         self._replica = replica
         self._require = require
+        self._dims = profile.batch_dims or None
         self._spare: Batch | None = None
         self._is_compared = False
+        self.is_sharded = False
         self.total = 0.0
-        """Rows of the latest global batch, or their `count`: its loss is the mean over them."""
         self.counted = 0.0
-        """Rows of this rank in the last batch, or their `count`."""
 
     def follow(self, plan: Plan) -> None:
         """Cut as `plan` says from now on."""
@@ -66,7 +90,7 @@ class MicrobatchCutter:
         Gradients and losses are averaged over replicas, so a microbatch of n samples in a global
         batch of N over W replicas weighs n * W / N. Every rank runs the same number of microbatches
         whatever it got, because collectives must match: one without rows takes a spare row with
-        weight 0.
+        weight 0. Those of a pipeline are alike: rows that are left over make further rounds.
 
         Raises:
             BatchError: more rows than the microbatches hold, some that cannot be used, or others
@@ -74,38 +98,47 @@ class MicrobatchCutter:
         RankMismatchError: the first batches of ranks differ in structure.
         """
         prints = [0.0] * (2 * self._plan.data_degree if self._is_shared else 0)
+        rounds = [0.0] * (self._plan.forwards // self._plan.in_flight if self._plan.pp > 1 else 0)
         try:
-            rows, sizes, pieces = self._pieces(batch)
-            counts = [self._count(piece, size) for piece, size in zip(pieces, sizes, strict=True)]
-            if self._require is not None:
-                self._require(pieces)
+            cut = self._cut(batch)
         except BatchError:
             # The others learn of it before they wait for this rank.
-            sum_over_ranks([0.0, 1.0, *prints], self._world)
+            sum_over_ranks([0.0, 0.0, 1.0, *rounds, *prints], self._world)
             raise
-        self.counted = sum(counts)
+        own_rounds = (len(cut.sizes) - self._plan.forwards) // self._plan.in_flight
+        rounds[:own_rounds] = [1.0] * own_rounds
+        self.counted = sum(cut.counts)
         if self._is_shared:
             own = float(_fingerprint(batch))
             prints[2 * self._replica : 2 * self._replica + 2] = own, own**2
-        total, failed, *prints = sum_over_ranks([self.counted, 0.0, *prints], self._world)
+        sums = sum_over_ranks([self.counted, cut.rows, 0.0, *rounds, *prints], self._world)
+        total, rows, failed = sums[:3]
         if failed:
             raise BatchError(
                 f"{failed:.0f} of {self._world.size} ranks could not use their part of the batch",
-                where=f"rank {self._world.rank}, which has {rows} rows and could",
+                where=f"rank {self._world.rank}, which has {cut.rows} rows and could",
                 hints=["the output of the other ranks says why"],
             )
         if not self._world.is_fake:  # whose others send nothing
-            self._require_same(prints)
+            self._require_same(sums[3 + len(rounds) :])
         if not self._is_compared:
             self._is_compared = True
-            require_agreement([batch_topic(batch)], self._world)
+            require_agreement([batch_topic(batch, self._profile.batch_dims)], self._world)
+            self._warn_of_equal_rows(batch, cut.rows)
         replicas = self._plan.data_degree
-        total *= replicas / self._world.size  # the ranks of a replica have the same
-        self.total = total
+        of_replicas = replicas / self._world.size  # the ranks of a replica have the same
+        self.total = rows * of_replicas
         # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
-        scale = replicas / max(total, 1.0)
+        scale = replicas / (total * of_replicas) if total else 0.0
+        most = sum(1 for each in sums[3 : 3 + len(rounds)] if each)
+        if most:
+            self._require_no_batch_norms(f"{self.total:.0f} rows leave microbatches without a row")
+        spare = [
+            self._borrowed(cut.rows) for _ in range((most - own_rounds) * self._plan.in_flight)
+        ]
+        counts = [*cut.counts, *(0.0 for _ in spare)]
         weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
-        return pieces, weights.to(self._world.device, dtype=torch.float32)
+        return [*cut.pieces, *spare], weights.to(self._world.device, dtype=torch.float32)
 
     @property
     def _is_shared(self) -> bool:
@@ -133,47 +166,99 @@ class MicrobatchCutter:
                 ],
             )
 
-    def _pieces(self, batch: Batch) -> tuple[int, list[int], list[Batch]]:
-        """Rows on this rank, rows of each microbatch, and the microbatches."""
-        rows = batch_size(batch)
-        sizes = split_rows_evenly(rows, self._plan.forwards)
-        limit = self._plan.microbatch_size
-        if limit is not None and sizes[0] > limit:
-            raise BatchError(
-                f"{rows} rows on this rank make microbatches of {sizes[0]}, the plan holds {limit}",
-                where=f"rank {self._world.rank}, plan: {self._plan}",
-                hints=[
-                    f"give global batches of at most {self._plan.global_batch_size} rows,"
-                    f" {limit * self._plan.forwards} per rank",
-                    "or make a plan for the larger batch",
-                ],
+    def _warn_of_equal_rows(self, batch: Batch, rows: int) -> None:
+        """Say where all replicas train on the same rows: a loader that knows nothing of ranks."""
+        if self._plan.data_degree == 1 or self._world.size == 1 or self._world.is_fake:
+            return
+        prints = texts_of_ranks("first rows", str(_fingerprint(batch)), self._world)
+        if len(set(prints)) == 1 and rows and self._world.rank == 0:
+            log.warning(
+                "all %d replicas were given the same %d rows: a loader of global batches goes"
+                " through `parallel.shard(loader)`",
+                self._plan.data_degree,
+                rows,
             )
+
+    def _cut(self, batch: Batch) -> _Cut:
+        """The microbatches of this rank alone."""
+        rows = batch_size(batch, self._dims)
+        sizes = self._sizes(rows)
+        self._require_room(rows, max(sizes))
+        counts = [
+            self._count(part, size)
+            for part, size in zip(split_rows(batch, sizes, self._dims), sizes, strict=True)
+        ]
         batch = self._move(batch)
-        if rows and self._spare is None:  # copied: a view would keep its whole batch alive
-            self._spare = map_batch(torch.clone, split_rows(batch, [1, rows - 1])[0])
-        parts = split_rows(batch, sizes)
+        if rows and (self._spare is None or 0 in sizes or self._plan.pp > 1):
+            first = split_rows(batch, [1, rows - 1], self._dims)[0]
+            # Copied: a view would keep its whole batch alive.
+            self._spare = map_batch(torch.clone, first)
+        parts = split_rows(batch, sizes, self._dims)
         pieces = [
             part if size else self._borrowed(rows) for part, size in zip(parts, sizes, strict=True)
         ]
-        return rows, sizes, pieces
+        if self._require is not None:
+            self._require(pieces)
+        return _Cut(rows, sizes, pieces, counts)
+
+    def _sizes(self, rows: int) -> list[int]:
+        """Rows of each microbatch. In a round of a pipeline all have the same number, but for those
+        that take a spare row."""
+        forwards, in_flight = self._plan.forwards, self._plan.in_flight
+        each, left = divmod(rows, forwards)
+        if self._plan.pp == 1 or not each or not left:
+            return split_rows_evenly(rows, forwards)
+        return [each] * forwards + [1] * left + [0] * (-left % in_flight)
+
+    def _require_room(self, rows: int, largest: int) -> None:
+        plan, limit = self._plan, self._plan.microbatch_size
+        if limit is None or largest <= limit:
+            return
+        hints = [
+            f"give global batches of at most {plan.global_batch_size} rows,"
+            f" {limit * plan.forwards} per rank",
+            "or plan for them: `auto_parallelize(...,"
+            f" global_batch_size={rows * plan.data_degree})`",
+        ]
+        if plan.data_degree > 1 and not self.is_sharded:
+            hints.insert(
+                0,
+                "no loader was given to `parallel.shard`: `for batch in parallel.shard(loader)`"
+                " gives each rank its rows of a global batch",
+            )
+        raise BatchError(
+            f"{rows} rows on this rank make microbatches of {largest}, the plan holds {limit}",
+            where=f"rank {self._world.rank}, plan: {plan}",
+            hints=hints,
+        )
 
     def _count(self, piece: Batch, rows: int) -> float:
-        """The count that a microbatch's mean loss is a mean over; 0 for a borrowed row."""
-        return float(self._counter(piece)) if rows and self._counter else float(rows)
+        """The weight of a microbatch's mean loss; 0 for a borrowed row."""
+        if not rows or self._weight is None:
+            return float(rows)
+        count = float(self._weight(piece))
+        if not math.isfinite(count) or count < 0:
+            raise BatchError(
+                f"`loss_weight` of a microbatch is {count}: 0 or more is wanted",
+                where=describe(piece),
+            )
+        return count
 
     def _borrowed(self, rows: int) -> Batch:
         """One row for a microbatch that has none."""
         what = f"{rows} rows on rank {self._world.rank} for {self._plan.forwards} microbatches"
-        hint = "drop the short batch: DataLoader(..., drop_last=True)"
         if self._spare is None:
-            raise BatchError(f"{what}, and no earlier batch to borrow a row from", hints=[hint])
+            raise BatchError(f"{what}, and no earlier batch to borrow a row from", hints=[_DROP])
+        self._require_no_batch_norms(what)
+        return self._spare
+
+    def _require_no_batch_norms(self, what: str) -> None:
         if self._profile.batch_norms and self._module.training:
             raise BatchError(
                 f"{what}: a microbatch without rows would disturb the statistics of"
                 f" `{self._profile.batch_norms[0]}`",
-                hints=[hint],
+                hints=[_DROP],
             )
-        return self._spare
 
     def _move(self, batch: Batch) -> Batch:
         """The batch on this rank's device, from whatever device it is on."""
@@ -192,11 +277,31 @@ def weighted(loss: Tensor, weight: Tensor) -> Tensor:
     return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))
 
 
+def _weight_of(terms: LossTerms | None) -> LossWeight | None:
+    """The number of targets that the loss of a microbatch is a mean over."""
+    if terms is None:
+        return None
+
+    def weight(piece: Batch) -> Tensor:
+        targets = dict(batch_items(piece)).get(terms.name)
+        if not isinstance(targets, Tensor) or targets.ndim <= (terms.skipped > 0):
+            raise BatchError(
+                f"`{terms.name}` is missing, the loss of the sample was a mean over it",
+                where=describe(piece),
+                hints=["give it, or say what the loss is a mean over: `loss_weight=`"],
+            )
+        counted = targets[:, terms.skipped :] if terms.skipped else targets
+        return (counted != terms.ignored).sum()
+
+    return weight
+
+
 def _fingerprint(batch: Batch) -> int:
     """20 bits of the rows: shapes, and the first bytes of every tensor that the host has."""
     checksum = zlib.crc32(describe(batch).encode())
     for tensor in batch_tensors(batch):
         if tensor.device.type == "cpu":  # of others it would wait for the device in every step
-            first = tensor.detach().reshape(-1)[:FINGERPRINT_ELEMENTS].contiguous()
+            values = tensor.values() if tensor.is_nested else tensor
+            first = values.detach().reshape(-1)[:FINGERPRINT_ELEMENTS].contiguous()
             checksum = zlib.crc32(first.view(torch.uint8).numpy().tobytes(), checksum)
     return checksum % 2**20

@@ -41,7 +41,7 @@ class NoiseScale:
     Attributes:
         covariance_trace: tr(Sigma), of the gradient of a single sample.
         gradient_square: |G|^2, of the gradient over all samples there could be.
-        batch: samples of the latest step, in what `count` counts where it was given.
+        batch: samples of the latest step.
         steps: that were looked at.
     """
 

@@ -29,7 +29,7 @@ from engines.data.fsdp import (
 )
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
-from engines.data.microbatches import Count, MicrobatchCutter, weighted
+from engines.data.microbatches import LossWeight, MicrobatchCutter, weighted
 from engines.data.noise_scale import NoiseMeter
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.data.replicas import sum_gradients
@@ -115,7 +115,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         layout: Layout,
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFn | None,
-        count: Count | None,
+        loss_weight: LossWeight | None,
         max_grad_norm: float | None,
         on_nonfinite: OnNonfinite,
         check_replicas_every: int,
@@ -179,7 +179,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             plan,
             profile=profile,
             world=world,
-            count=count,
+            loss_weight=loss_weight,
             replica=mesh.data.position,
             require=require,
         )
@@ -252,9 +252,10 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
     def train_step(self, batch: Batch) -> Tensor:
         """One optimizer step on this rank's part of the global batch.
 
-        Every sample weighs the same: a microbatch's loss must be the mean over its samples. Where
-        it is the mean over something else (tokens that are not padding), give `count` to
-        `apply_plan` or `auto_parallelize`.
+        The loss is the mean over the global batch, however its rows lie: every microbatch weighs as
+        much as what its own loss is a mean over. That is its samples, or the targets that count
+        where the loss was seen to be a mean over those (`profile.loss_terms`); of another loss
+        `loss_weight` says it.
 
         Returns the loss averaged over all samples of all ranks: 0-d, on the device, no gradient;
         nan where `on_nonfinite="skip"` left the step out.
@@ -336,11 +337,21 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         return self._exchange.average(self._average(total), self._cutter.counted)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
-        """`loader` yields global batches; the result yields this replica's rows of each."""
+        """`loader` yields global batches; the result yields this replica's rows of each.
+
+        Raises:
+            BatchError: the loader says that its batches are larger than the plan's.
+        """
         sharded = ShardedLoader(
-            loader, replica=self.data_rank, replicas=self.data_world_size, seed=self._seed
+            loader,
+            replica=self.data_rank,
+            replicas=self.data_world_size,
+            seed=self._seed,
+            dims=self._profile.batch_dims,
         )
         sharded.warn_of_shared_memory(self._profile)
+        sharded.require_room(self.plan)
+        self._cutter.is_sharded = True
         self._loaders.append(weakref.ref(sharded))
         return sharded
 
@@ -364,7 +375,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         mean loss of the piece."""
         if self._context is not None:
             return self._context.loss(self._called, piece, self._loss_fn)
-        output = call_model(self._called, piece, has_target=self._loss_fn is not None)
+        has_target, own = self._loss_fn is not None, self.module.forward
+        output = call_model(self._called, piece, has_target=has_target, forward=own)
         loss = loss_of(output, piece, self._loss_fn)
         return loss.to(self._world.device)  # from the last part of a module placed by hand
 

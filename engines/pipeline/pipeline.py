@@ -23,10 +23,11 @@ from engines.pipeline.segments import Segment, is_unit, rank_of_stage, segments_
 from engines.pipeline.split_backward import can_split
 from engines.pipeline.stage import Round, Stage, pipeline_stage
 from engines.pipeline.tied_parameters import sum_ties, ties_of
-from engines.plan import Plan, Schedule
+from engines.plan import Plan
 from engines.runtime.failures import abort_groups
 from engines.runtime.mesh import Mesh
-from profiles.capture.batch import Batch, LossFn, batch_size, describe
+from profiles.capture.batch import Batch, LossFn
+from profiles.capture.batch_tree import batch_items, describe
 from profiles.errors import BatchError
 from profiles.model.profile import ModelProfile, Numerics
 
@@ -88,24 +89,20 @@ class Pipeline:
         self._stages(self._recording(sample))
 
     def require_equal_pieces(self, pieces: Sequence[Batch]) -> None:
-        """Require microbatches of equal shapes: stages allocate buffers beforehand.
+        """Require microbatches of equal shapes in each round: stages allocate buffers beforehand.
 
         Raises:
             BatchError: microbatches differ in shape.
         """
-        shapes = [describe(piece) for piece in pieces]
-        if len(set(shapes)) == 1:
-            return
-        rows, count = sum(map(batch_size, pieces)), len(pieces)
-        fitting = [n for n in (rows - rows % count, rows + count - rows % count) if n]
-        raise BatchError(
-            f"{rows} rows cannot be cut into {count} equal microbatches, as a pipeline needs them",
-            where=f"plan: {self._plan}",
-            hints=[
-                f"give {' or '.join(map(str, fitting))} rows, or drop the short batch:"
-                " DataLoader(..., drop_last=True)"
-            ],
-        )
+        for start in range(0, len(pieces), self._plan.in_flight):
+            shapes = [describe(piece) for piece in pieces[start : start + self._plan.in_flight]]
+            other = next((shape for shape in shapes if shape != shapes[0]), None)
+            if other is not None:
+                raise BatchError(
+                    "microbatches differ in their shapes, a pipeline needs equal ones",
+                    where=f"{shapes[0]}\n{other}\nplan: {self._plan}",
+                    hints=["pad the samples of a batch to one size, or set pp=1"],
+                )
 
     def forward_backward(
         self,
@@ -122,10 +119,10 @@ class Pipeline:
             around_round: a context for each round; its argument says whether it is the step's last.
         """
         total = torch.zeros((), device=self._device)
-        in_flight = 1 if self._plan.schedule is Schedule.NAIVE else self._plan.microbatches
+        in_flight = self._plan.in_flight
         with self._step():
-            schedule = self._schedule(pieces[0], in_flight)
             for start in range(0, len(pieces), in_flight):
+                schedule = self._schedule(pieces[start], in_flight)
                 self._round.pieces = pieces[start : start + in_flight]
                 self._round.weights = weights[start : start + in_flight]
                 numbers, losses = torch.arange(in_flight), list[Tensor]()
@@ -145,17 +142,21 @@ class Pipeline:
 
     def evaluate(self, pieces: Sequence[Batch], weights: Sequence[Tensor]) -> Tensor:
         """The losses alone, as `forward_backward` returns them."""
+        total, in_flight = torch.zeros((), device=self._device), self._plan.in_flight
         with self._step():
-            self._round.pieces, self._round.weights = pieces, weights
-            recording = self._recording(pieces[0])
-            return forward_only(
-                self._stages(recording),
-                recording,
-                microbatches=len(pieces),
-                rank_of_stage=lambda stage: rank_of_stage(self._plan, stage),
-                axis=self._axis,
-                device=self._device,
-            )
+            for start in range(0, len(pieces), in_flight):
+                self._round.pieces = pieces[start : start + in_flight]
+                self._round.weights = weights[start : start + in_flight]
+                recording = self._recording(pieces[start])
+                total += forward_only(
+                    self._stages(recording),
+                    recording,
+                    microbatches=in_flight,
+                    rank_of_stage=lambda stage: rank_of_stage(self._plan, stage),
+                    axis=self._axis,
+                    device=self._device,
+                )
+        return total
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -240,10 +241,5 @@ class Pipeline:
 
     def _key(self, piece: Batch) -> str:
         """The key of a recording: shapes, values that are no tensors, the mode."""
-        values = piece.values() if isinstance(piece, Mapping) else piece
-        others = [] if isinstance(piece, Tensor) else [v for v in values if not _is_tensor(v)]
+        others = [value for _, value in batch_items(piece) if not isinstance(value, Tensor)]
         return f"{describe(piece)} {others} {self._model.training}"
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)

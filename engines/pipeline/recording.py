@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from engines.pipeline.segments import Key, unit_calls
-from profiles.capture.batch import Batch, call_model, describe, map_batch
+from profiles.capture.batch import Batch, call_model
+from profiles.capture.batch_tree import describe, map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.capture.frames import model_line

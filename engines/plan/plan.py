@@ -181,6 +181,11 @@ class Plan(Document):
         return self.microbatches * self.accumulation
 
     @property
+    def in_flight(self) -> int:
+        """Microbatches of one round of a pipeline: the stages of `naive` take turns on each."""
+        return 1 if self.schedule is Schedule.NAIVE else self.microbatches
+
+    @property
     def shards_experts(self) -> bool:
         """True if FSDP2 shards a rank's experts among the ranks that hold the same ones."""
         kind = self.data_parallel

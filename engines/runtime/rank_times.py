@@ -12,6 +12,7 @@ Ranks compare their times when a training is long enough to be saved, and then e
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import deque
@@ -30,6 +31,8 @@ from profiles.errors import InputError, PlanError
 from profiles.model.profile import ModelProfile
 from profiles.timing.straggler_stats import EVEN, Pace
 from profiles.units import format_seconds
+
+log = logging.getLogger(__name__)
 
 FEWEST_STEPS = 3
 # The step at which ranks first compare, and then at twice as many: a training that is saved by
@@ -197,11 +200,15 @@ class RankTimer:
         self._keep_last_hook()
 
     def compare(self) -> Pace | None:
-        """Compare the ranks, when it is time; all ranks call it after every exchange."""
+        """Compare the ranks, when it is time, and name one that the others wait for; all ranks call
+        it after every exchange."""
         if self._steps < self._compared_at:
             return None
         self._compared_at *= 2
-        return self.gather().pace
+        times = self.gather()
+        if self._world.rank == 0 and times.factor >= 1 + EVEN:
+            log.warning("step %d: %s", self._steps, times)
+        return times.pace
 
     def gather(self) -> Imbalance:
         """The times of all ranks; all of them call it.

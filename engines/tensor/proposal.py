@@ -23,7 +23,8 @@ from engines.tensor.tied_weights import split_differently
 from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
 from engines.tensor.variants import Styles, sequence_variants, variants
-from profiles.capture.batch import Batch, map_batch
+from profiles.capture.batch import Batch
+from profiles.capture.batch_tree import map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.errors import ModelError, PlanError

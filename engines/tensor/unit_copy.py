@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from engines.tensor.copy_tree import copy_tree
-from profiles.capture.batch import Batch, call_model, map_batch, split_rows
+from profiles.capture.batch import Batch, call_model
+from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch_tree import map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import preserved_random_state, stand_ins
 from profiles.capture.known_values import known_values

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch, LossFn, batch_tensors, call_model, map_batch
+from profiles.capture.batch import Batch, LossFn, call_model
+from profiles.capture.batch_tree import batch_tensors, map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.capture.frames import summary

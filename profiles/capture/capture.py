@@ -7,11 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch, LossFn, batch_size, batch_tensors
+from profiles.capture.batch import Batch, LossFn
+from profiles.capture.batch_dims import Dim, SaidDims
+from profiles.capture.batch_rows import batch_size, split_rows
+from profiles.capture.batch_tree import batch_items, batch_tensors, describe
 from profiles.capture.copy_trace import crossings
 from profiles.capture.experts import experts_of
 from profiles.capture.ladder import trace
-from profiles.capture.subject import TracedModel, dtype_name
+from profiles.capture.subject import TracedModel, dtype_name, require_module
+from profiles.capture.trace_step import StepTrace
+from profiles.capture.two_sizes import first_that_runs, sample_dims
+from profiles.errors import BatchError, ModelError
 from profiles.model.flow import Flow, Value
 from profiles.model.profile import (
     GLUE,
@@ -35,6 +41,7 @@ def capture(
     numerics: Sequence[Numerics] = (Numerics.AS_BUILT,),
     name: str | None = None,
     every_block: bool = False,
+    batch_dims: SaidDims = None,
 ) -> ModelProfile:
     """Profile one forward and backward of `model`, without running it where that is possible.
 
@@ -51,43 +58,60 @@ def capture(
     `profiles.capture.transformers_compat`); one given in the sample counts as if it hid something.
 
     Args:
-        sample: one local batch: a tensor, (inputs..., target) or a mapping of keyword arguments;
-            the first dimension of every tensor is the batch.
+        sample: one local batch: a tensor, (inputs..., target) or a mapping of keyword arguments.
         loss_fn: `loss_fn(output, target)`; with a mapping `loss_fn(output, batch)`; None where the
             model returns its loss. Without any loss, backward starts at the sum of the outputs.
         numerics: how numbers are held; one set of costs for each.
         name: of the profile; the class name if None.
         every_block: run each block. Else two of those that are equal run, and the rest are taken to
             be as the second.
+        batch_dims: dimensions of the batch that are known, see `profiles.capture.batch_dims`.
 
     Raises:
-        BatchError: tensors of the sample differ in their first dimension, or a target is missing.
-        ModelError: the model does not run on the sample, or is not initialised.
+        BatchError: tensors of the sample have no number of rows in common, or a target is missing.
+        ModelError: the model does not run on the sample, or is not initialised; or its loss has no
+            gradient.
     """
-    subject = TracedModel(model, sample, loss_fn)
-    batch_size(sample)
+    require_module(model)
+    _require_plain_tensors(sample)
+    subject = TracedModel(
+        model, sample, loss_fn, sample_dims(model, sample, loss_fn, said=batch_dims)
+    )
+    if not batch_size(sample, subject.dims):
+        raise BatchError(
+            "the sample has no rows: a model is looked at on a batch with some",
+            where=describe(sample),
+        )
     every_block = every_block or bool(subject.devices)  # equal ones may be on different devices
     traced = trace(subject, numerics, every_block=every_block)
+    if traced.is_at_one_size and batch_dims is None:
+        other_dims = _with_a_shared_tensor(subject)
+        if other_dims is not None:
+            subject.dims = other_dims
+            traced = trace(subject, numerics, every_block=every_block)
     subject, looks, sample = traced.subject, traced.looks, traced.subject.sample
-    samples = batch_size(sample)
+    samples = batch_size(sample, subject.dims)
     one, two = next(iter(looks.values()))
     costs = {
         kind: fitted(first.costs, second.costs if second else None, samples)
         for kind, (first, second) in looks.items()
     }
     shared = subject.holders_of_tied().union(*(first.shared for first, _ in looks.values()))
+    _require_gradient(subject, one)
     return ModelProfile(
         name=name or type(model).__name__,
         units=tuple(_unit_profiles(subject, costs, shared, has_loss=one.has_loss)),
         dtype=subject.dtype(),
         samples=samples,
         tokens_per_sample=_tokens_per_sample(sample),
-        batch_bytes=Affine(per_sample=sum(t.nbytes for t in batch_tensors(sample)) / samples),
+        batch_bytes=_batch_bytes(subject, samples),
+        batch_dims=dict(subject.dims),
         tied=subject.tied(),
         unused=one.unused,
         sparse_gradients=one.sparse_gradients,
         batch_norms=tuple(path for path, module in model.named_modules() if is_batch_norm(module)),
         has_loss=one.has_loss,
+        loss_terms=one.loss_terms,
         is_proportional=any(second is None for _, second in looks.values()),
         flow=_flow(one.flow, two.flow if two is not None else None, samples),
         experts_per_token=_experts_per_token(model),
@@ -100,6 +124,47 @@ def capture(
         source=traced.source,
         reads=traced.reads,
     )
+
+
+def _require_plain_tensors(sample: Batch) -> None:
+    """Raises ModelError: fake tensors have no stand-in for one of the sample's."""
+    nested = (n for n, v in batch_items(sample) if isinstance(v, Tensor) and v.is_nested)
+    name = next(nested, None)
+    if name is not None:
+        raise ModelError(
+            f"`{name}` is a nested tensor, which fake tensors of this torch cannot follow",
+            where=describe(sample),
+            hints=[
+                "give its rows as a list of tensors, an element a sample, and nest them in the"
+                " forward",
+                "or give the padded tensor and the lengths",
+            ],
+        )
+
+
+def _with_a_shared_tensor(subject: TracedModel) -> dict[str, Dim] | None:
+    """Other dimensions with which the model runs on twice the rows: one of its tensors is as long
+    as the batch by chance, and shared by all samples."""
+    dims = dict(subject.dims)
+    choices = ({**dims, name: None} for name, dim in dims.items() if dim == 0 and len(dims) > 1)
+    return first_that_runs(subject.model, subject.sample, subject.loss_fn, choices)
+
+
+def _batch_bytes(subject: TracedModel, samples: int) -> Affine:
+    without_rows, whole = split_rows(subject.sample, [0, samples], subject.dims)
+    fixed, total = (sum(t.nbytes for t in batch_tensors(b)) for b in (without_rows, whole))
+    return Affine(fixed=fixed, per_sample=(total - fixed) / samples)
+
+
+def _require_gradient(subject: TracedModel, seen: StepTrace) -> None:
+    """Raises ModelError: no parameter that is trained gets a gradient from the loss."""
+    trained = sum(parameter.requires_grad for parameter in subject.parameters.values())
+    if seen.has_loss and trained and len(seen.unused) == trained:
+        raise ModelError(
+            f"the loss has no gradient for any of the {trained} trained parameters",
+            where=f"`{type(subject.model).__name__}`, sample: {describe(subject.sample)}",
+            hints=["leave out `detach()`, `no_grad()` and rounding between parameters and loss"],
+        )
 
 
 # As transformers name it: Mixtral, Qwen, DeepSeek, OLMoE and others; GPT-OSS.
@@ -193,8 +258,9 @@ def _kind(subject: TracedModel, name: str) -> str:
 
 def _tokens_per_sample(sample: Batch) -> int | None:
     """Sequence length, if the first tensor of integers with two dimensions is token ids."""
-    return next((t.shape[1] for t in batch_tensors(sample) if t.ndim == 2 and _counts(t)), None)
+    return next((t.shape[1] for t in batch_tensors(sample) if t.dim() == 2 and _counts(t)), None)
 
 
 def _counts(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype.itemsize < 2)
+    is_number = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype.itemsize < 2
+    return not (is_number or tensor.is_nested)

@@ -23,7 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import batch_size, call_model, loss_of, map_batch, split_rows
+from profiles.capture.batch import call_model, loss_of
+from profiles.capture.batch_rows import batch_size, split_rows
+from profiles.capture.batch_tree import map_batch
 from profiles.capture.fake_mode import DROPPED, KEPT
 from profiles.capture.fake_tensors import preserved_random_state, replaced
 from profiles.capture.frames import model_line, summary
@@ -62,6 +64,11 @@ class Traced:
     @property
     def first(self) -> StepTrace:
         return next(iter(self.looks.values()))[0]
+
+    @property
+    def is_at_one_size(self) -> bool:
+        """True if the model did not take twice the rows."""
+        return any(second is None for _, second in self.looks.values())
 
 
 def trace(subject: TracedModel, numerics: Sequence[Numerics], *, every_block: bool) -> Traced:
@@ -203,14 +210,14 @@ def _runnable(subject: TracedModel, numerics: Numerics) -> TracedModel:
     Raises:
         LimitExceeded: not even a few rows can, or its parts are on several devices.
     """
-    rows = batch_size(subject.sample)
+    rows = batch_size(subject.sample, subject.dims)
     if subject.devices:
         raise LimitExceeded("its parts are on several devices")
     limit = _Limit(subject)
     if rows <= FEW_ROWS:
         return subject
     few = copy.copy(subject)
-    few.sample = split_rows(subject.sample, [FEW_ROWS, rows - FEW_ROWS])[0]
+    few.sample = split_rows(subject.sample, [FEW_ROWS, rows - FEW_ROWS], subject.dims)[0]
     try:
         step = trace_step(few, numerics, source=CaptureSource.RUN, limit=limit)
     except CannotFollow:  # it may want as many rows as there are

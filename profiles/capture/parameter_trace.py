@@ -6,7 +6,7 @@ from math import prod
 
 from torch import nn
 
-from profiles.capture.batch import batch_tensors
+from profiles.capture.batch_tree import batch_tensors
 from profiles.capture.subject import TracedModel
 from profiles.capture.trace_step import StepTrace
 from profiles.model.flow import Flow
@@ -55,6 +55,7 @@ def trace_parameters(subject: TracedModel) -> StepTrace:
         unused=(),
         sparse_gradients=tuple(_sparse_weights(subject.model)),
         has_loss=has_loss,
+        loss_terms=None,
         peak_bytes=0,
         flow=Flow(),
         copies=(),

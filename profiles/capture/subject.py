@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from profiles.capture.batch import Batch, LossFn, batch_tensors
+from profiles.capture.batch import Batch, LossFn
+from profiles.capture.batch_dims import Dims
+from profiles.capture.batch_tree import batch_tensors
 from profiles.capture.layer_trace import Shapes, layer_shapes
 from profiles.capture.manual_placement import devices_of, is_manually_placed
 from profiles.capture.modules import Unit, find_units, owners
@@ -20,6 +22,7 @@ class TracedModel:
     """The model to trace. Parameters are known by their ids, so that a tied one is one.
 
     Attributes:
+        dims: of the sample, see `profiles.capture.batch_dims`.
         units: see `find_units`.
         owners: unit of each module, by id.
         parameters: each once, in the order of the modules.
@@ -32,6 +35,7 @@ class TracedModel:
     model: nn.Module
     sample: Batch
     loss_fn: LossFn | None
+    dims: Dims = field(default_factory=dict)
     units: tuple[Unit, ...] = field(init=False)
     owners: dict[int, str] = field(init=False)
     parameters: dict[int, nn.Parameter] = field(default_factory=dict, init=False)
@@ -41,7 +45,7 @@ class TracedModel:
     devices: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        _require_module(self.model)
+        require_module(self.model)
         if is_manually_placed(self.model):
             self.devices = tuple(map(str, devices_of(self.model)))
         self.units = find_units(self.model)
@@ -99,7 +103,8 @@ def dtype_name(tensor: nn.Parameter | object) -> str:
     return str(getattr(tensor, "dtype", "")).removeprefix("torch.")
 
 
-def _require_module(model: object) -> None:
+def require_module(model: object) -> None:
+    """Raises ModelError: no module, or one whose shapes are not known yet."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"a torch.nn.Module is wanted, this is a {type(model).__name__}")
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)

@@ -9,25 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import (
-    Batch,
-    call_model,
-    find_loss,
-    loss_of,
-    map_batch,
-)
+from profiles.capture.batch import Batch, call_model, find_loss, loss_of
+from profiles.capture.batch_rows import repeat_rows
+from profiles.capture.batch_tree import map_batch
 from profiles.capture.copy_trace import Copy
 from profiles.capture.dispatch_modes import TraceMode
 from profiles.capture.fake_mode import KEPT
 from profiles.capture.fake_tensors import Fakes, stand_ins
 from profiles.capture.known_values import ArrayReads, known_values
+from profiles.capture.loss_watch import LossWatch
 from profiles.capture.model_errors import explained
 from profiles.capture.repeats import Repeats, drawn_state
 from profiles.capture.storages import Storages
 from profiles.capture.subject import TracedModel
 from profiles.errors import ModelError
 from profiles.model.flow import Flow
-from profiles.model.profile import LOSS, Numerics
+from profiles.model.profile import LOSS, LossTerms, Numerics
 from profiles.model.source import CaptureSource, ValueRead
 from profiles.torch_compat import storage_of, tensors_in, without_onednn
 from profiles.trace.scopes import Scope
@@ -43,6 +40,7 @@ class StepTrace:
         costs: by unit, in the order of first calls.
         shared: units with a parameter that code outside them uses.
         unused, sparse_gradients: names of parameters without a gradient, and with a sparse one.
+        loss_terms: see `ModelProfile`.
         peak_bytes: most that was live at once beside parameters, their gradients, buffers, batch;
             where every block ran.
         flow: see `ModelProfile`.
@@ -61,6 +59,7 @@ class StepTrace:
     unused: tuple[str, ...]
     sparse_gradients: tuple[str, ...]
     has_loss: bool
+    loss_terms: LossTerms | None
     peak_bytes: int
     flow: Flow
     copies: tuple[Copy, ...]
@@ -106,7 +105,7 @@ def trace_step(
         fakes = stack.enter_context(stand_ins(modules, cast=low_precision, copies=are_copies))
         # oneDNN's recurrent layers keep a workspace whose size only the kernel knows.
         stack.enter_context(without_onednn())
-        batch = map_batch(lambda tensor: _rows(fakes.of(tensor), times), subject.sample)
+        batch = repeat_rows(map_batch(fakes.of, subject.sample), times, subject.dims)
         before = (storage_of(t) for t in (*fakes.all(), *tensors_in(batch)))
         by_storage = {
             storage: key
@@ -143,7 +142,9 @@ def trace_step(
         repeats = None if every_block else Repeats(trace, subject.units)
         stack.enter_context(_restored_gradients(trace))
         with trace.on(batch):
-            with trace.saving(), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+            watch = LossWatch(batch)
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
+            with trace.saving(), autocast, watch:
                 roots, has_loss = _forward(subject, batch, trace)
             saved = SavedBytes(
                 storages.saved_bytes(),
@@ -173,6 +174,7 @@ def trace_step(
                 and gradient.layout != torch.strided
             ),
             has_loss=has_loss,
+            loss_terms=watch.terms,
             peak_bytes=storages.timeline.highest(ignored=ignored),
             flow=trace.flow.flow(),
             copies=tuple(trace.copies.copies) if trace.copies is not None else (),
@@ -193,11 +195,6 @@ def _placed(subject: TracedModel, fakes: Fakes, batch: Batch, storages: Storages
     placed = {storages.memory_of(fakes.of(p)): str(p.device) for p in own if not p.is_meta}
     placed |= {storages.memory_of(tensor): subject.devices[0] for tensor in tensors_in(batch)}
     return {memory: device for memory, device in placed.items() if memory is not None}
-
-
-def _rows(fake: Tensor, times: int) -> Tensor:
-    """The rows of a stand-in, one after another, as a leaf."""
-    return torch.cat([fake.detach()] * times).requires_grad_(fake.requires_grad)
 
 
 def _forward(subject: TracedModel, batch: Batch, trace: TraceMode) -> tuple[list[Tensor], bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 from math import prod
+from typing import Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
@@ -15,6 +16,7 @@ from profiles.model.flow import GLUE as GLUE
 from profiles.model.flow import LOSS as LOSS
 from profiles.model.flow import Flow
 from profiles.model.layers import LayerCost
+from profiles.model.loss_terms import LossTerms as LossTerms
 from profiles.model.source import CaptureSource, ValueRead
 from profiles.model.times import BlockTimes
 from profiles.model.work import AttentionCall, Fusible, Product
@@ -156,11 +158,14 @@ class ModelProfile(Document):
         samples: batch size of the sample that was looked at.
         tokens_per_sample: sequence length where the sample is token ids, else None.
         batch_bytes: the sample itself.
+        batch_dims: which values of a batch have rows, and along which dimension: see
+            `profiles.capture.batch_dims`.
         tied: groups of parameter names that are one tensor.
         unused: trainable parameters that got no gradient from the sample.
         sparse_gradients: parameters whose gradients are sparse.
         batch_norms: batch normalisation modules, in whatever mode they are.
         has_loss: whether the loss was part of what was looked at.
+        loss_terms: the targets that the loss is a mean over; None where that was not seen.
         times: measured times of the units, by device, numerics and microbatch.
         is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
             with the batch, nothing is taken to be fixed.
@@ -185,11 +190,13 @@ class ModelProfile(Document):
     samples: Batch
     tokens_per_sample: Tokens | None = None
     batch_bytes: Affine = Affine()
+    batch_dims: dict[str, int | Literal["elements"] | None] = Field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     unused: tuple[str, ...] = ()
     sparse_gradients: tuple[str, ...] = ()
     batch_norms: tuple[str, ...] = ()
     has_loss: bool = False
+    loss_terms: LossTerms | None = None
     times: tuple[BlockTimes, ...] = ()
     is_proportional: bool = False
     flow: Flow = Flow()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from profiles.cache import cache_path, keep, our_version, recall
-from profiles.capture.batch import Batch, LossFn, batch_size
+from profiles.capture.batch import Batch, LossFn
 from profiles.capture.calls import CallSpec, calls_of
 from profiles.capture.fake_tensors import preserved_random_state
 from profiles.capture.frames import summary
@@ -135,7 +135,7 @@ def time_blocks(
     for name in calls:
         distinct.setdefault(_likeness(units[name], calls[name], numerics), []).append(name)
     timed: dict[str, UnitTiming] = {}
-    samples = batch_size(sample)
+    samples = profile.samples
     # What is soon done leaves its time to what takes long.
     groups = sorted(distinct.values(), key=lambda names: units[names[0]].flop(samples, numerics))
     end = time.perf_counter() + budget_s

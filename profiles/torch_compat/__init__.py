@@ -6,7 +6,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
@@ -204,6 +204,15 @@ def fake_tensors() -> Iterator[None]:
         log.disabled = was_disabled
 
 
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Inside, operations on real tensors are done for real, whatever follows those outside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """True if a tensor was made inside `fake_tensors`."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -219,13 +228,6 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
     )
 
     return (DataDependentOutputException, DynamicOutputShapeException)
-
-
-def without_modes() -> AbstractContextManager[object]:
-    """A context in which operations run as if no dispatch mode was on, also from within one."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
 
 
 def reads_values(operator: Operator, args: Sequence[Any]) -> bool:

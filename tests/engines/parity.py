@@ -13,7 +13,8 @@ from engines.apply import apply_plan
 from engines.data.loader import split_rows_evenly
 from engines.parallel import ParallelModel
 from engines.plan import Plan
-from profiles.capture.batch import Batch, call_model, loss_of, split_rows
+from profiles.capture.batch import Batch, call_model, loss_of
+from profiles.capture.batch_rows import split_rows
 from tests.engines.cases import CASES, WIRINGS, Case, cpu_ranks, profile_of
 
 

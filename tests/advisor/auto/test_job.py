@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 from advisor import auto_parallelize
 from advisor.auto.job import machines_of, require_ranks
 from engines.plan import PartialPlan
-from engines.runtime.world import World
+from engines.runtime.world import World, join_world
 from profiles.errors import PlanError
 from profiles.machine.clusters import cluster_from_name
 from tests.placed import put
+from tests.workers import Pool
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"), timeout_s=1.0)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="torch would use the GPUs")
@@ -114,3 +117,17 @@ def test_threads_in_a_job_of_several_processes_are_refused() -> None:
     job = World(rank=0, size=2, device=torch.device("cpu"), timeout_s=1.0)
     with pytest.raises(PlanError, match="drives 2 accelerators: this job has 2 processes"):
         require_ranks(PartialPlan.parse("data_parallel=threads dp_replicate=2"), job)
+
+
+def _without_launcher() -> tuple[int, int]:
+    """Nodes and ranks that a script sees which made its process group itself."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    with patch("advisor.auto.job.recall_or_bench", lambda cluster: cluster):
+        cluster = machines_of(nn.Linear(2, 2), PartialPlan(), join_world(timeout_s=20))
+    return cluster.num_nodes, cluster.devices_per_node
+
+
+@pytest.mark.dist
+def test_a_process_group_of_the_users_own_is_a_job(pool: Pool) -> None:
+    assert pool.run(_without_launcher, world_size=2) == [(1, 2), (1, 2)]

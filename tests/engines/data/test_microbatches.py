@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.plan import Plan
-from profiles.capture.batch import Batch, split_rows
+from profiles.capture.batch import Batch
+from profiles.capture.batch_rows import split_rows
 from profiles.errors import BatchError
 from tests.engines.cases import CASES
 from tests.engines.parity import (
@@ -114,9 +115,10 @@ def tokens(batch: Batch) -> Tensor:
     return (labels != -100).sum()
 
 
-def _token_means(plan: str) -> tuple[float, float, float]:
+def _token_means(plan: str, is_said: bool) -> tuple[float, float, float]:
     """Errors of loss, gradient and eval loss against one mean over all tokens of all ranks."""
-    case, reference, parallel = parallelize("gpt", plan, count=tokens)
+    weight = {"loss_weight": tokens} if is_said else {}
+    case, reference, parallel = parallelize("gpt", plan, **weight)
     batch = padded(8)
     part = local_rows(parallel, batch, 8)
     expected = reference_loss(reference, case, batch)
@@ -131,16 +133,19 @@ def _token_means(plan: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("is_said", [True, False])
 @pytest.mark.parametrize("plan", KINDS)
-def test_counted_tokens_weigh_the_same_wherever_they_are(pool: Pool, plan: str) -> None:
+def test_tokens_weigh_the_same_wherever_they_are_by_weight_or_as_seen(
+    pool: Pool, plan: str, is_said: bool
+) -> None:
     # Rank 0 has 10 of the 36 tokens, its first microbatch 3.
-    for errors in pool.run(_token_means, f"{plan} accumulation=2", world_size=2):
+    for errors in pool.run(_token_means, f"{plan} accumulation=2", is_said, world_size=2):
         assert max(errors) < 1e-5
 
 
 def _nothing_to_count(plan: str) -> tuple[float, bool]:
     """A row that is all padding (its own mean is 0/0), then a batch that is."""
-    case, reference, parallel = parallelize("gpt", plan, count=tokens)
+    case, reference, parallel = parallelize("gpt", plan)
     ids, labels = padded(8)  # type: ignore[misc]
     labels[0] = labels[1] = -100  # rank 0's first microbatch
     part = local_rows(parallel, (ids, labels), 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,11 +32,15 @@ def _with_a_slow_rank(plan: str, where: str) -> tuple[Imbalance, str]:
     with pytest.raises(InputError, match="0 steps were timed, 3 are wanted after 3 of warm-up"):
         parallel.imbalance()
     parallel._own._compared_at = STEPS  # sooner than a training that is kept does
-    for _ in range(STEPS):
-        assert parallel.steps.pace is None
-        parallel.train_step(batch)
-        if where == "loader" and is_slow:
-            time.sleep(NAP_S)
+    with patch("engines.runtime.rank_times.log") as log:
+        for _ in range(STEPS):
+            assert parallel.steps.pace is None
+            parallel.train_step(batch)
+            if where == "loader" and is_slow:
+                time.sleep(NAP_S)
+    if dist.get_rank() == 0:  # one rank says it, of itself
+        step, times = log.warning.call_args.args[1:]
+        assert (step, times.slowest) == (STEPS, SLOW)
     pace = parallel.steps.pace
     actual = parallel.imbalance()
     assert pace is not None

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from profiles.capture.batch import Batch, LossFn, batch_tensors, call_model, loss_of
+from profiles.capture.batch import Batch, LossFn, call_model, loss_of
+from profiles.capture.batch_tree import batch_tensors
 from profiles.torch_compat import without_onednn
 
 

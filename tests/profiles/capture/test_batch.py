@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import batch_size, call_model, find_loss, loss_of, map_batch, split_rows
-from profiles.errors import BatchError, ModelError
+from profiles.capture.batch import call_model, find_loss, loss_of
+from profiles.errors import ModelError
 
 
 class Echo(nn.Module):
@@ -38,7 +38,12 @@ def test_the_loss_function_gets_the_target_or_the_whole_mapping() -> None:
 
 @pytest.mark.parametrize(
     "output",
-    [torch.tensor(2.0), {"loss": torch.tensor(2.0)}, SimpleNamespace(loss=torch.tensor(2.0))],
+    [
+        torch.tensor(2.0),
+        {"loss": torch.tensor(2.0)},
+        SimpleNamespace(loss=torch.tensor(2.0)),
+        (torch.tensor(2.0), X),
+    ],
 )
 def test_a_models_own_loss_is_found(output: object) -> None:
     assert loss_of(output, X, None) == 2
@@ -51,32 +56,32 @@ def test_a_model_without_a_loss_is_recognised(output: object) -> None:
         loss_of(output, X, None)
 
 
-def test_rows_are_cut_as_views_and_add_up() -> None:
-    first, empty, last = split_rows({"x": X, "y": Y, "flag": True}, [2, 0, 1])  # type: ignore[dict-item]
-    assert (batch_size(first), batch_size(empty), batch_size(last)) == (2, 0, 1)
-    assert first["x"].data_ptr() == X.data_ptr()
-    assert torch.equal(torch.cat([part["y"] for part in (first, empty, last)]), Y)
-    assert last["flag"] is True
-    with pytest.raises(BatchError, match=r"3 rows cannot be cut into 2 \+ 2"):
-        split_rows(X, [2, 2])
+class OfOne(nn.Module):
+    def forward(self, batch: object) -> object:
+        return batch
 
 
-def test_a_batch_keeps_its_arrangement() -> None:
-    assert isinstance(map_batch(torch.neg, X), Tensor)
-    assert isinstance(map_batch(torch.neg, [X, Y]), tuple)
-    assert list(map_batch(torch.neg, {"a": X, "b": Y})) == ["a", "b"]
+class OfKeys(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> object:
+        return ("x", x, mask)
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"x": X, "y": Y[:2]}, r"first dimensions differ: x has 3, y has 2"),
-        ((X, torch.tensor(1.0)), r"`element 1` has no dimensions"),
-        ((X, [Y]), r"`element 1` is a list"),
-        ((), r"the batch holds no tensor"),
-        ("text", r"a str is not a batch"),
-    ],
-)
-def test_unusable_batches_are_refused_by_name(batch: object, message: str) -> None:
-    with pytest.raises(BatchError, match=message):
-        batch_size(batch)  # type: ignore[arg-type]
+@pytest.mark.parametrize("has_target", [True, False])
+def test_a_forward_of_one_argument_gets_the_mapping_or_the_object_whole(has_target: bool) -> None:
+    whole = {"x": X, "y": Y}
+    assert call_model(OfOne(), whole, has_target=has_target) is whole
+    own = SimpleNamespace(x=X)
+    assert call_model(OfOne(), own, has_target=has_target) is own
+    assert call_model(OfOne(), ({"x": X}, Y), has_target=True) == {"x": X}
+
+
+def test_keys_that_the_forward_does_not_take_are_for_the_loss_alone() -> None:
+    batch = {"x": X, "y": Y}
+    assert call_model(OfKeys(), batch, has_target=True) == ("x", X, None)
+    with pytest.raises(TypeError, match="y"):  # without a loss function nobody takes it
+        call_model(OfKeys(), batch, has_target=False)
+
+
+def test_a_loss_function_gets_an_object_whole() -> None:
+    own = SimpleNamespace(y=Y)
+    assert loss_of(X, own, lambda output, batch: batch.y.sum()) == 6

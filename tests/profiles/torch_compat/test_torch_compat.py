@@ -31,6 +31,11 @@ def test_fake_tensors_have_shapes_and_no_memory(capfd: pytest.CaptureFixture[str
     assert capfd.readouterr().err == ""
 
 
+def test_real_tensors_are_computed_inside_of_a_fake_run() -> None:
+    with compat.fake_tensors(), compat.without_modes():
+        assert (torch.arange(3) + 1).tolist() == [1, 2, 3]
+
+
 def test_values_of_fake_tensors_are_refused() -> None:
     with compat.fake_tensors():
         for look in (torch.Tensor.item, torch.nonzero, bool):

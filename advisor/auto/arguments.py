@@ -1,0 +1,75 @@
+"""Arguments of `advise` and `auto_parallelize`, in their plain forms."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+
+from engines.state.optimizer import OptimizerFactory
+from profiles.errors import InputError, ModelError, UnknownNameError
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.clusters import resolve_cluster
+
+OptimizerLike = torch.optim.Optimizer | OptimizerFactory | str | None
+
+
+def require_callables(model: object, loss_fn: object) -> None:
+    """Require a module, and a loss that can be called.
+
+    Raises:
+        ModelError, InputError: they are something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"a torch.nn.Module is wanted, this is a {type(model).__name__}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(
+            f"loss_fn is a {type(loss_fn).__name__}, it must be callable: loss_fn(output, target)",
+            hints=["give a function or a module, or leave it out if the model returns its loss"],
+        )
+
+
+def optimizer_of(given: OptimizerLike) -> torch.optim.Optimizer | OptimizerFactory | None:
+    """An optimizer, a factory, or torch's of that name with its default settings.
+
+    Raises:
+        UnknownNameError: torch has none of that name.
+        InputError: it is something else.
+    """
+    if isinstance(given, str):
+        known = {
+            name.lower(): kind
+            for name, kind in vars(torch.optim).items()
+            if inspect.isclass(kind)
+            and issubclass(kind, torch.optim.Optimizer)
+            and kind is not torch.optim.Optimizer
+        }
+        if given.lower() not in known:
+            raise UnknownNameError("optimizer", given, sorted(known), where="optimizer")
+        return known[given.lower()]
+    if given is None or isinstance(given, torch.optim.Optimizer) or callable(given):
+        return given
+    raise InputError(
+        f"optimizer is a {type(given).__name__}",
+        hints=['give "adamw", a factory `lambda params: torch.optim.AdamW(params)`, or one built'],
+    )
+
+
+def cluster_of(given: object) -> ClusterProfile | None:
+    """A profile, or the one of that name or file; None of "auto": this machine, or its job.
+
+    Raises:
+        UnknownNameError, FileError: neither a known name nor a file.
+        InputError: it is something else.
+    """
+    if given is None or given == "auto" or isinstance(given, ClusterProfile):
+        return given if isinstance(given, ClusterProfile) else None
+    if isinstance(given, str):
+        return resolve_cluster(given)
+    count = f"{given}x" if type(given) is int else "8x"
+    raise InputError(
+        f"cluster is a {type(given).__name__}: a number of devices does not say which",
+        where=f"cluster={given!r}",
+        hints=[f'name them: cluster="{count}H100-SXM-80GB", or give a cluster.toml, or "auto"'],
+    )

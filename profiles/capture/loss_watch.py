@@ -1,0 +1,116 @@
+"""The targets that reach the cross-entropy of a step on fake tensors, to weigh its mean by them.
+
+Every integer tensor of the batch has a double whose elements are numbered. Operations that move
+elements are done with the double too, so that the numbers which arrive at `cross_entropy` say which
+elements those of the batch are compared with. An operation that computes ends the trail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from profiles.capture.batch import Batch
+from profiles.capture.batch_tree import batch_items
+from profiles.model.loss_terms import LossTerms
+from profiles.torch_compat import map_leaves, tensors_in, without_modes
+
+_SAME = frozenset({"clone", "contiguous", "detach", "long", "to"})
+_MOVES = frozenset(
+    {"__getitem__", "flatten", "narrow", "pad", "permute", "reshape", "squeeze", "t", "transpose"}
+    | {"unsqueeze", "view", "view_as"}
+)
+_LOSSES = {function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)}
+
+
+class LossWatch(TorchFunctionMode):
+    """Around the forward and the loss of a step over `batch`."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__()
+        self._numbers: dict[str, Tensor] = {}
+        self._doubles: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._seen: list[LossTerms | None] = []
+        first = 0
+        for name, value in batch_items(batch):
+            if isinstance(value, Tensor) and value.ndim and _is_index(value):
+                last = first + value.numel()
+                with without_modes():
+                    self._numbers[name] = torch.arange(first, last).view(tuple(value.shape))
+                self._note(value, self._numbers[name])
+                first = last
+
+    @property
+    def terms(self) -> LossTerms | None:
+        """The targets of the loss; None where none or several were seen."""
+        first = self._seen[0] if self._seen else None
+        return first if all(terms == first for terms in self._seen) else None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _LOSSES:
+            self._seen.append(self._terms(_LOSSES[func].bind(*args, **kwargs)))
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if self._doubles and (name in _SAME or name in _MOVES):
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _follow(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: object
+    ) -> None:
+        given = [self._double_of(tensor) for tensor in tensors_in((args, kwargs))]
+        if not isinstance(result, Tensor) or not given or any(d is None for d in given):
+            return
+        with without_modes(), contextlib.suppress(Exception):  # then the trail ends here
+            if func.__name__ in _SAME:
+                self._note(result, given[0])
+            else:
+                own, named = map_leaves(self._own, (args, kwargs))
+                self._note(result, func(*own, **named))
+
+    def _note(self, tensor: Tensor, double: Tensor | None) -> None:
+        assert double is not None
+        self._doubles[id(tensor)] = weakref.ref(tensor), double.contiguous()
+
+    def _double_of(self, tensor: Tensor) -> Tensor | None:
+        alive, double = self._doubles.get(id(tensor), (None, None))
+        return double if alive is not None and alive() is tensor else None
+
+    def _own(self, leaf: object) -> object:
+        return self._double_of(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _terms(self, call: inspect.BoundArguments) -> LossTerms | None:
+        call.apply_defaults()
+        given = call.arguments
+        double = self._double_of(given["target"])
+        if given["reduction"] != "mean" or given["weight"] is not None or double is None:
+            return None
+        with without_modes():
+            ignored = int(given["ignore_index"])
+            numbers = double[double != ignored].sort().values
+            for name, own in self._numbers.items():
+                for skipped in range(2 if own.ndim == 2 else 1):
+                    compared = own[:, skipped:] if skipped else own
+                    if torch.equal(compared.flatten(), numbers):
+                        return LossTerms(name=name, skipped=skipped, ignored=ignored)
+        return None
+
+
+def _is_index(tensor: Tensor) -> bool:
+    is_number = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
+    return not (is_number or tensor.is_nested)

@@ -1,0 +1,22 @@
+"""Targets that a mean loss is a mean over."""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeInt
+
+from profiles.record import Record
+
+
+class LossTerms(Record):
+    """A loss that is the mean over the targets that are not `ignored`.
+
+    Attributes:
+        name: of the targets in the batch.
+        skipped: first elements of their second dimension that are compared with nothing: one where
+            a token's target is the label after it.
+        ignored: value of the targets that do not count, `ignore_index` of torch's cross-entropy.
+    """
+
+    name: str
+    skipped: NonNegativeInt = 0
+    ignored: int = -100
