@@ -362,10 +362,15 @@ def _decided(
     layers: dict[int, SplitProof | None] = {}
 
     @functools.cache
-    def check(tp: int) -> Pairs:
+    def check(tp: int, by_tokens: bool) -> Pairs:
         try:
             proposal = propose_styles(
-                model, sample, size=tp, profile=facts.model, has_target=loss_fn is not None
+                model,
+                sample,
+                size=tp,
+                profile=facts.model,
+                has_target=loss_fn is not None,
+                by_tokens=by_tokens,
             )
         except AdvisorError as error:
             if partial.fixes("tp"):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 Pairs = tuple[tuple[str, str], ...]
 """As `Plan.tensor_styles`."""
-Check = Callable[[int], Pairs]
-"""The styles that a module can have over so many ranks."""
+Check = Callable[[int, bool], Pairs]
+"""The styles that a module can have over so many ranks, with blocks split by tokens or not."""
 
 
 def choose_checked(facts: Facts, *, policy: Policy, partial: PartialPlan, check: Check) -> Decision:
@@ -36,7 +36,7 @@ def choose_checked(facts: Facts, *, policy: Policy, partial: PartialPlan, check:
     Raises:
         PlanError, NoPlanError: as `choose`.
     """
-    by_rules = styles_of(facts)
+    by_rules = styles_of(facts, by_tokens=partial.sequence_parallel)
     checked: dict[int, Pairs] = {}
     while True:
         decision = choose(
@@ -48,7 +48,7 @@ def choose_checked(facts: Facts, *, policy: Policy, partial: PartialPlan, check:
         tp = decision.plan.tp
         if tp == 1 or tp in checked or partial.fixes("tensor_styles"):
             return decision
-        styles = check(tp)
+        styles = check(tp, decision.plan.sequence_parallel)
         if cuts(styles) == cuts(decision.plan.tensor_styles):
             return decision
         checked[tp] = styles
@@ -63,9 +63,10 @@ def cuts(pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, Style]]:
 def check_of(loaded: LoadedModel, profile: ModelProfile) -> Check:
     """Try units on fake tensors, for a model that is available but not to be trained."""
 
-    def check(tp: int) -> Pairs:
+    def check(tp: int, by_tokens: bool) -> Pairs:
         from engines.tensor.proposal import propose_styles
         from engines.tensor.rules import proposed_styles
+        from engines.tensor.token_rules import split_tokens
 
         try:
             return propose_styles(
@@ -74,12 +75,14 @@ def check_of(loaded: LoadedModel, profile: ModelProfile) -> Check:
                 size=tp,
                 profile=profile,
                 has_target=loaded.loss_fn is not None,
+                by_tokens=by_tokens,
                 shapes_only=True,
             ).styles
         except PlanError:
             return ()
         except Exception as error:  # the model's own code
             say(f"note: the split of layers over tp={tp} was not tried: {error}")
-            return proposed_styles(profile, tp)
+            styles = proposed_styles(profile, tp)
+            return split_tokens(profile, styles, tp) if by_tokens else styles
 
     return check

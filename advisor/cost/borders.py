@@ -25,8 +25,8 @@ class Border:
 def sent_samples(plan: Plan, stack: Stack) -> float:
     """Samples of a microbatch that a rank sends to the next stage.
 
-    With sequence parallelism, and in stacks that scatter what is sent, each tp rank sends its part
-    (arXiv:2104.04473, section 4.1).
+    In stacks that scatter what is sent, each tp rank sends its part (arXiv:2104.04473, section
+    4.1).
     """
     assert plan.microbatch_size is not None
     scattered = plan.tp if stack.sequence_parallel or stack.states else 1
@@ -40,7 +40,9 @@ def borders_of(model: CostContext, plan: Plan, ends: Sequence[int]) -> list[Bord
     samples = sent_samples(plan, model.stack)
     borders = []
     for place in ends[1:-1]:
-        activations, gradients = model.stages.crossing(place, numerics=kind, samples=samples)
+        activations, gradients = model.stages.crossing(
+            place, numerics=kind, samples=samples, shares=model.shares(plan)
+        )
         seconds = ledger.charge(
             Collective.SEND_RECV, "", max(activations, gradients), group_size=2, stride=stride
         )

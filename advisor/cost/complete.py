@@ -11,6 +11,7 @@ from typing import Any
 
 from engines.legality.pipeline import pipeline
 from engines.plan import PartialPlan, Plan, Precision, Schedule
+from engines.tensor.token_rules import splits_tokens
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile
@@ -56,6 +57,8 @@ def completed(
         update["stages"] = even_stages(plan, model, cluster)
     if plan.tp > 1 and not plan.tensor_styles:
         update["tensor_styles"] = styles(plan.tp)
+    if not partial.fixes("sequence_parallel"):
+        update["sequence_parallel"] = splits_tokens(update.get("tensor_styles", ()))
     return plan.model_copy(update=update)
 
 

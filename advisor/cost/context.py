@@ -25,14 +25,15 @@ from advisor.cost.runs import UnitRun, runs_of
 from advisor.cost.small_collectives import summed_s
 from advisor.cost.stage import StageCost
 from advisor.cost.stage_memory import holds_outputs
-from advisor.cost.stages import StageBorders
-from advisor.cost.tensor import Styled
+from advisor.cost.stages import WHOLE, HandedOn, StageBorders
+from advisor.cost.tensor import Styled, hands_on
 from advisor.cost.unit_load import UnitLoad
 from advisor.cost.work import convention
 from advisor.inputs.facts import Facts
 from engines.legality import numerics
 from engines.plan import Plan
 from engines.tensor.rules import proposed_styles
+from engines.tensor.token_rules import split_tokens
 from profiles.allocator.host_memory import load_memory
 from profiles.model.profile import Numerics, UnitProfile
 from profiles.workload.optimizers import Upkeep, upkeep
@@ -54,7 +55,7 @@ class CostContext:
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
         self._styled: dict[tuple[Numerics, tuple[tuple[str, str], ...]], list[Styled]] = {}
         self._updates: dict[tuple[object, ...], Upkeep] = {}
-        self._styles: dict[int, tuple[tuple[str, str], ...]] = {}
+        self._styles: dict[tuple[int, bool], tuple[tuple[str, str], ...]] = {}
         self._load_bytes: float | None = None
         self._flop: dict[tuple[Numerics, int], float] = {}
         self._numerics: dict[tuple[object, bool], Numerics] = {}
@@ -178,9 +179,21 @@ class CostContext:
         """Styles of split layers; proposed from the profile if the plan has none."""
         if plan.tp == 1 or plan.tensor_styles:
             return plan.tensor_styles if plan.tp > 1 else ()
-        if plan.tp not in self._styles:
-            self._styles[plan.tp] = proposed_styles(self.facts.model, plan.tp)
-        return self._styles[plan.tp]
+        key = plan.tp, plan.sequence_parallel
+        if key not in self._styles:
+            styles = proposed_styles(self.facts.model, plan.tp)
+            if plan.sequence_parallel:
+                styles = split_tokens(self.facts.model, styles, plan.tp)
+            self._styles[key] = styles
+        return self._styles[key]
+
+    def shares(self, plan: Plan) -> HandedOn:
+        """Blocks that hand on a rank's share of the tokens, unless the stack scatters whatever
+        stages send."""
+        if plan.tp == 1 or self.stack.sequence_parallel or self.stack.states:
+            return WHOLE
+        styled = zip(self.facts.model.units, self._styled_units(plan), strict=True)
+        return HandedOn(frozenset(unit.name for unit, own in styled if hands_on(own)), plan.tp)
 
     def computing(self, plan: Plan, loads: Loads) -> Computing:
         """Compute times: measured on this device if the model has some, else the roofline's.

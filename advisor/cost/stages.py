@@ -6,12 +6,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from advisor.cost.complete import even_cuts, even_stages
 from advisor.cost.orders import ONE_STAGE, rank_of
 from advisor.cost.tensor import Styles, cut_share
 from engines.plan import Plan, Schedule
 from engines.tensor.styles import cutting
+from engines.tensor.token_rules import hidden_value
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.affine import Affine
@@ -32,6 +34,19 @@ class TiedParameter:
     ranks: tuple[int, ...]
 
 
+class HandedOn(NamedTuple):
+    """Units whose hidden values are, on a rank, 1 / `tp` of the tokens."""
+
+    units: frozenset[str]
+    tp: int
+
+    def of(self, unit: str) -> float:
+        return 1 / self.tp if unit in self.units else 1.0
+
+
+WHOLE = HandedOn(frozenset(), 1)
+
+
 class StageBorders:
     """Stage borders of one model; results are cached for other plans."""
 
@@ -41,7 +56,7 @@ class StageBorders:
         self._place = {unit.name: place for place, unit in enumerate(model.units)}
         self._can_be_split: dict[tuple[int, int], bool] = {}
         self._even: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._crossing: dict[int, tuple[Affine, Affine]] = {}
+        self._crossing: dict[tuple[int, HandedOn], tuple[Affine, Affine]] = {}
         flow = model.flow
         # Units that are called again, or that call others.
         self._callers = {*flow.called_again(), *(caller for _, caller in flow.inside)}
@@ -89,26 +104,41 @@ class StageBorders:
             self._even[key] = (0, *cuts, len(model.units))
         return self._even[key]
 
-    def crossing(self, place: int, *, numerics: Numerics, samples: float) -> tuple[float, float]:
+    def crossing(
+        self, place: int, *, numerics: Numerics, samples: float, shares: HandedOn = WHOLE
+    ) -> tuple[float, float]:
         """Bytes of one microbatch across the border before unit `place`: activations, and
         gradients.
 
         Recorded in the dtype the model is built in; FSDP computes in bf16, autocast leaves sums in
         fp32.
+
+        Args:
+            shares: units that hand on a rank's share of the tokens.
         """
         model = self._model
         start = model.flow.first_call(model.units[place].name) if model.flow.calls else None
         if start is None:
-            sent = model.units[place - 1].cost(numerics).output_bytes.at(samples)
+            before = model.units[place - 1]
+            sent = before.cost(numerics).output_bytes.at(samples) * shares.of(before.name)
             return sent, sent
-        if place not in self._crossing:
-            values = model.flow.crossing(start)
-            activations = sum((value.bytes for value in values), Affine())
-            gradients = sum((value.bytes for value in values if value.needs_gradient), Affine())
-            self._crossing[place] = activations, gradients
+        if (place, shares) not in self._crossing:
+            self._crossing[place, shares] = self._counted(start, shares)
         share = 1 / 2 if numerics is Numerics.BF16 and model.dtype == "float32" else 1.0
-        activations, gradients = self._crossing[place]
+        activations, gradients = self._crossing[place, shares]
         return share * activations.at(samples), share * gradients.at(samples)
+
+    def _counted(self, start: int, shares: HandedOn) -> tuple[Affine, Affine]:
+        """Sums of the values that cross a border before call `start`: all, and those with a
+        gradient."""
+        flow = self._model.flow
+        activations, gradients = Affine(), Affine()
+        for call, number in flow.crossing_keys(start):
+            value, unit = flow.calls[call].values[number], flow.calls[call].unit
+            nbytes = value.bytes * (shares.of(unit) if number == hidden_value(flow, call) else 1.0)
+            activations += nbytes
+            gradients += nbytes if value.needs_gradient else Affine()
+        return activations, gradients
 
     def ties(self, plan: Plan, ends: Sequence[int]) -> tuple[TiedParameter, ...]:
         """Tied parameters whose copies are on several ranks."""

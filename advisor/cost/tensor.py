@@ -14,6 +14,7 @@ from math import ceil
 from typing import NamedTuple
 
 from engines.tensor.styles import Kind, Style, cutting, without_numbers
+from engines.tensor.token_rules import SPLIT
 from profiles.machine.cluster import Collective
 from profiles.model.layers import LayerCost, LayerKind
 from profiles.model.profile import ParameterShape, UnitCost, UnitProfile
@@ -136,6 +137,7 @@ class Styles:
 
 
 _JOINED = Style(kind=Kind.JOINED)
+_ENTRY, _EXIT = Style(kind=Kind.ENTRY), Style(kind=Kind.EXIT)
 
 
 def _joined(unit: str, path: str) -> str:
@@ -156,6 +158,11 @@ def is_split(styled: Styled) -> bool:
     return any(place.styles for place in styled)
 
 
+def hands_on(styled: Styled) -> bool:
+    """Return True if the unit returns its rank's share of the tokens."""
+    return SPLIT in styled[0].styles and _EXIT not in styled[0].styles
+
+
 def cut(
     cost: UnitCost,
     unit: UnitProfile,
@@ -166,7 +173,7 @@ def cut(
     stack: Stack = TORCH,
 ) -> SplitUnit:
     """Split `unit` over `tp` ranks at a microbatch of `samples`, as `stack` does."""
-    by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0].styles)
+    by_tokens = SPLIT in styled[0].styles
     around = 1 / tp if by_tokens else 1.0
     sums = _Sums(cost, samples, around)
     parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
@@ -216,13 +223,12 @@ def cut(
     moved = cost.backward_moved_bytes.at(samples)
     in_work = sums.backward_moved_bytes / moved if moved else 1.0
     output = cost.output_bytes.at(samples) * _output_share(cost, styled, tp)
-    if by_tokens and stack.sequence_parallel:
-        output *= around  # the next block receives its share of the tokens too
     forward = cost.forward_transient_bytes.at(samples)
     saved_share = saved / whole_saved if whole_saved else 1.0
     inputs = cost.input_bytes.at(samples)
-    if by_tokens:  # blocks receive their share of the tokens
+    if by_tokens:  # blocks take their share of the tokens, and hand it on
         inputs = max(inputs - (1 - around) * output, around * inputs)
+        output *= 1.0 if _EXIT in styled[0].styles else around
     return SplitUnit(
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
@@ -309,14 +315,17 @@ def _keeps(layer: LayerCost, samples: float) -> bool:
 
 
 def _joining(cost: UnitCost, styled: Styled) -> Iterator[LayerCost]:
-    """First layers that read gathered tokens, one per gather."""
-    seen = set()
+    """First layers that read gathered tokens, one per gather: of those in the module that gathers
+    them, or of those that take the same tensor."""
+    seen: set[str | int] = set()
     for layer, place in zip(cost.layers, styled[1:], strict=True):
         style = cutting(place.styles)
-        if style is not None and style.kind is not Kind.ROW and place.joined_at not in seen:
-            seen.add(place.joined_at)
-            if place.joined_at is not None:
-                yield layer
+        if place.joined_at is None or style is None or style.kind is Kind.ROW:
+            continue
+        key = layer.same_input if place.joined_at == layer.path else place.joined_at
+        if key not in seen:
+            seen.add(key)
+            yield layer
 
 
 def _exchanges(
@@ -357,12 +366,12 @@ def _exchanges(
             yield TensorExchange(Collective.ALL_GATHER, "tokens again", given, False)
         if layer.needs_input_gradient:
             yield TensorExchange(Collective.REDUCE_SCATTER, "gradients by tokens", given, False)
-    if stack.sequence_parallel:
-        return
-    # Blocks receive and return unsharded sequences; recompute is inside.
-    whole = cost.output_bytes.at(samples)
-    yield TensorExchange(Collective.ALL_GATHER, "tokens", whole, True)
-    yield TensorExchange(Collective.ALL_GATHER, "gradients by tokens", whole, False)
+    # At the ends of a chain of blocks; recompute is inside.
+    whole, ends = cost.output_bytes.at(samples), styled[0].styles
+    if _EXIT in ends:
+        yield TensorExchange(Collective.ALL_GATHER, "tokens", whole, True)
+    if _ENTRY in ends:
+        yield TensorExchange(Collective.ALL_GATHER, "gradients by tokens", whole, False)
 
 
 def split_loss(rows: float) -> tuple[TensorExchange, ...]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from advisor.cost.tensor import Styled, cut_share
 from engines.tensor.styles import Kind, cutting
+from engines.tensor.token_rules import SPLIT
 from profiles.model.layers import LayerCost, LayerKind, Stretch
 from profiles.model.profile import UnitCost
 from profiles.model.work import AttentionKernel, Product, ProductKind, attention_cost
@@ -56,8 +57,7 @@ NO_WORK = UnitWork()
 
 def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> UnitWork:
     """Work of `cost` at a microbatch of `samples`, on one of `tp` ranks."""
-    by_tokens = any(style.kind is Kind.SEQUENCE for style in styled[0].styles)
-    around = 1 / tp if by_tokens else 1.0
+    around = 1 / tp if SPLIT in styled[0].styles else 1.0
     products: list[ProductLoad] = []
     attention: list[AttentionLoad] = []
 

@@ -32,7 +32,7 @@ def legal_plans(
     order is fixed: simpler degrees and kinds first, larger microbatches first.
     """
     costs = costs or CostModel(facts)
-    styles = styles or styles_of(facts)
+    styles = styles or styles_of(facts, by_tokens=partial.sequence_parallel)
     space = space_of(facts, partial, styles=styles, offload=offload, costs=costs)
     stages = StageSearch(SearchCache(costs), partial, Policy())
     return [stages.plan(space, index) for index in range(len(space))]
@@ -58,7 +58,7 @@ def why_illegal(
     facts: Facts, partial: PartialPlan, *, styles: Styles | None = None
 ) -> list[Problem]:
     """Return the rules that every plan with `partial` breaks; empty if some plan is legal."""
-    styles = styles or styles_of(facts)
+    styles = styles or styles_of(facts, by_tokens=partial.sequence_parallel)
     if len(space_of(facts, partial, styles=styles)):
         return []
     try:
@@ -95,7 +95,10 @@ def nearest_settings(facts: Facts, partial: PartialPlan) -> Iterator[str]:
         variants = [others]
         if key == "ep":  # a space has a single degree of it
             variants = [others.fixing(ep=degree) for degree in expert_degrees(facts, others)]
-        spaces = [space_of(facts, each, styles=styles_of(facts)) for each in variants]
+        spaces = [
+            space_of(facts, each, styles=styles_of(facts, by_tokens=each.sequence_parallel))
+            for each in variants
+        ]
         legal = {each for space in spaces for each in _values(space, key)}
         legal.discard(value)
         words = [str(each) for each in sorted(legal)]

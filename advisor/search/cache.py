@@ -7,6 +7,7 @@ from functools import cache
 
 from advisor.cost import CostModel
 from advisor.cost.memory import shard_degree
+from advisor.cost.stages import HandedOn
 from advisor.inputs.facts import Facts
 from advisor.search.legal import Styles, is_too_long, space_of, styles_of
 from advisor.search.microbatch import BorderTraffic, Microbatch, border_traffic, microbatch
@@ -31,9 +32,9 @@ class SearchCache:
         self._compiled: SearchCache | None = None
         self._spaces: dict[Hashable, Space] = {}
         self._microbatches: dict[Hashable, Microbatch] = {}
-        self._traffic: dict[tuple[Numerics, tuple[int, ...]], BorderTraffic] = {}
+        self._traffic: dict[tuple[Numerics, tuple[int, ...], HandedOn], BorderTraffic] = {}
         self.step_moments: dict[Hashable, StepMoments] = {}
-        self._styles_of: Styles = cache(styles_of(costs.facts))
+        self._styles: dict[bool | None, Styles] = {}
 
     def for_facts(self, facts: Facts) -> SearchCache:
         """Create a cache for other facts; shared with this one if only links, memory or batch
@@ -45,7 +46,7 @@ class SearchCache:
         other._microbatches = self._microbatches
         other._traffic = self._traffic
         other.step_moments = self.step_moments
-        other._styles_of = self._styles_of
+        other._styles = self._styles
         return other
 
     def compiled(self) -> SearchCache:
@@ -59,7 +60,7 @@ class SearchCache:
 
     def is_too_long(self, partial: PartialPlan, styles: Styles | None) -> bool:
         """See `advisor.search.legal.is_too_long`; `styles` follow from the profile by default."""
-        split = styles or self._styles_of
+        split = styles or self._styles_of(partial)
         return is_too_long(self.costs.facts, partial, split, costs=self.costs)
 
     def space(
@@ -78,11 +79,17 @@ class SearchCache:
         key = (offload, batch, is_long, partial)
         if styles is None and key in self._spaces:
             return self._spaces[key]
-        split = styles or self._styles_of
+        split = styles or self._styles_of(partial)
         space = space_of(facts, partial, styles=split, offload=offload, is_long=is_long)
         if styles is None:
             self._spaces[key] = space
         return space
+
+    def _styles_of(self, partial: PartialPlan) -> Styles:
+        key = partial.sequence_parallel
+        if key not in self._styles:
+            self._styles[key] = cache(styles_of(self.costs.facts, by_tokens=key))
+        return self._styles[key]
 
     def microbatch(self, plan: Plan, places: Sequence[int]) -> Microbatch:
         """Microbatch of `plan`; of its degrees only tp, cp and ep matter.
@@ -109,7 +116,7 @@ class SearchCache:
             plan.ep > 1 and ledger.algorithms(Collective.ALL_TO_ALL, plan.ep, plan.cp * plan.tp),
         )
         if key not in self._microbatches:
-            borders = numerics, tuple(places)
+            borders = numerics, tuple(places), costs.shares(plan)
             if borders not in self._traffic:
                 self._traffic[borders] = border_traffic(costs, plan, places)
             self._microbatches[key] = microbatch(costs, plan, self._traffic[borders])

@@ -34,6 +34,7 @@ from engines.legality.experts import experts
 from engines.legality.pipeline import pipeline, schedule_problems
 from engines.plan import DataParallel, Offload, PartialPlan, Plan, Precision, Recompute, Schedule
 from engines.tensor.rules import proposed_styles
+from engines.tensor.token_rules import split_tokens, splits_tokens
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile
@@ -50,6 +51,7 @@ _NOT_SEARCHED = (
     "compile",
     "offload_to",
     "bucket_mib",
+    "sequence_parallel",
     *_AGGREGATION,
     *_UPDATES,
 )
@@ -89,9 +91,20 @@ def space_of(
     return _Builder(facts, partial, styles, offload, is_long).space()
 
 
-def styles_of(facts: Facts) -> Styles:
-    """Tensor styles that follow from the model's profile and the stack."""
-    return lambda tp: styles_under(facts.stack, proposed_styles(facts.model, tp))
+def styles_of(facts: Facts, *, by_tokens: bool | None = None) -> Styles:
+    """Tensor styles that follow from the model's profile and the stack.
+
+    Args:
+        by_tokens: `sequence_parallel` of the plan; None: as the stack does.
+    """
+
+    def styles(tp: int) -> tuple[tuple[str, str], ...]:
+        layers = proposed_styles(facts.model, tp)
+        if by_tokens is None:
+            return styles_under(facts.stack, layers)
+        return split_tokens(facts.model, layers, tp) if by_tokens else layers
+
+    return styles
 
 
 def segment_starts(model: ModelProfile, cluster: ClusterProfile) -> list[str]:
@@ -268,8 +281,9 @@ class _Builder:
 
     def _can_split(self, tp: int) -> bool:
         if tp not in self._styles:
-            pinned = self._partial.tensor_styles
-            self._styles[tp] = tuple(pinned) if pinned else self._styles_of(tp)
+            self._styles[tp] = self._partial.tensor_styles or self._styles_of(tp)
+        if self._partial.sequence_parallel and not splits_tokens(self._styles[tp]):
+            return False
         return bool(self._styles[tp])
 
     @cached_property
@@ -330,6 +344,7 @@ class _Builder:
         return Plan.build(
             {
                 "tensor_styles": self._styles[tp],
+                "sequence_parallel": splits_tokens(self._styles[tp]),
                 **self._common.fixed,
                 **staged,
                 "pp": pp,

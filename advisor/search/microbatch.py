@@ -46,7 +46,10 @@ def border_traffic(costs: CostModel, plan: Plan, places: Sequence[int]) -> Borde
     kind = numerics(plan, costs.facts.model)
 
     def bytes_at(samples: float) -> Floats:
-        pairs = [costs.stages.crossing(n, numerics=kind, samples=samples) for n in places]
+        pairs = [
+            costs.stages.crossing(n, numerics=kind, samples=samples, shares=costs.shares(plan))
+            for n in places
+        ]
         return np.array(pairs, dtype=float).reshape(-1, 2).T
 
     fixed, one = bytes_at(0.0), bytes_at(1.0)

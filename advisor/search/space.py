@@ -27,6 +27,7 @@ from engines.plan import (
     Schedule,
     Updates,
 )
+from engines.tensor.token_rules import splits_tokens
 from profiles.bounds import MOST_MICROBATCHES
 
 Integers = NDArray[np.int64]
@@ -176,6 +177,7 @@ class Space:
                 "schedule": row.schedule,
                 "stages": stages,
                 "tensor_styles": self.styles.get(row.tp, ()),
+                "sequence_parallel": splits_tokens(self.styles.get(row.tp, ())),
                 "microbatch_size": row.microbatch_size,
                 "microbatches": row.microbatches,
                 "accumulation": row.accumulation,

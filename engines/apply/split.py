@@ -6,8 +6,10 @@ from engines.apply.build import Build
 from engines.context.context import Context
 from engines.data.batch_norm import synchronise_batch_norms
 from engines.experts.experts import Experts
+from engines.pipeline.recording import Shares
 from engines.plan import Recompute
 from engines.runtime.failures import all_ranks_succeed
+from engines.tensor.collectives import SEQUENCE
 from engines.tensor.split import split_over
 from profiles.capture.batch import Batch
 
@@ -21,6 +23,7 @@ def make_stages(build: Build, sample: Batch | None) -> None:
         return
     from engines.pipeline.pipeline import Pipeline  # torch's pipelining takes a while to import
 
+    layers = build.layers
     build.pipeline = Pipeline(
         build.model,
         build.plan,
@@ -29,6 +32,7 @@ def make_stages(build: Build, sample: Batch | None) -> None:
         mesh=build.mesh,
         device=build.world.device,
         loss_fn=build.loss_fn,
+        shares=Shares(layers.hand_on_shares, SEQUENCE.dim, layers.size) if layers else Shares(),
     )
     if sample is not None:
         with all_ranks_succeed("recording the stages", timeout_s=build.world.timeout_s):

@@ -79,6 +79,12 @@ def stages(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator
             what="`tensor_styles` are for tensor parallelism, tp is 1",
             hint="leave them out, or set tp",
         )
+    if plan.tp == 1 and plan.sequence_parallel:
+        yield Problem(
+            rule="sequence-parallel-without-tensor",
+            what="sequence_parallel=true splits tokens over the ranks of the tp axis, tp is 1",
+            hint="leave it out, or set tp (cp splits the sequences of the whole model)",
+        )
 
 
 def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from engines.legality.problem import Problem
 from engines.plan import Plan
 from engines.tensor.styles import Style
+from engines.tensor.token_rules import splits_tokens, why_whole_tokens
 from profiles.errors import UnknownNameError
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.profile import ModelProfile
@@ -21,6 +22,18 @@ def tensor(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator
             rule="tensor-without-styles",
             what=f"tp={plan.tp} splits layers, and `tensor_styles` names none",
             hint="take those of `engines.tensor.proposal.propose_styles`",
+        )
+    elif plan.sequence_parallel and not splits_tokens(plan.tensor_styles):
+        yield Problem(
+            rule="sequence-parallel-without-blocks",
+            what=f"sequence_parallel=true, and {why_whole_tokens(model, plan.tp)}",
+            hint="leave sequence_parallel out",
+        )
+    elif splits_tokens(plan.tensor_styles) and not plan.sequence_parallel:
+        yield Problem(
+            rule="sequence-styles",
+            what="`tensor_styles` split blocks by tokens, and sequence_parallel is false",
+            hint="write sequence_parallel=true, or leave `sequence` out of `tensor_styles`",
         )
     for pattern, text in plan.tensor_styles:
         try:

@@ -16,7 +16,7 @@ from engines.pipeline.evaluation import forward_only
 from engines.pipeline.hooks import UserHooks
 from engines.pipeline.model_snapshot import ModelSnapshot
 from engines.pipeline.ownership import buffer_owners, owners_of, release_others
-from engines.pipeline.recording import Recording, record
+from engines.pipeline.recording import Recording, Shares, record
 from engines.pipeline.replay import Replay
 from engines.pipeline.schedules import AnySchedule, schedule_of
 from engines.pipeline.segments import Segment, is_unit, rank_of_stage, segments_of, stages_of_rank
@@ -56,6 +56,7 @@ class Pipeline:
         mesh: Mesh,
         device: torch.device,
         loss_fn: LossFn | None,
+        shares: Shares,
     ) -> None:
         flow = profile.flow
         self._model = model
@@ -68,6 +69,7 @@ class Pipeline:
         self._axis = mesh.pp
         self._device = device
         self._loss_fn = loss_fn
+        self._shares = shares
         self._round = Round()
         self._recordings: dict[str, Recording] = {}
         self._ready: tuple[Recording, AnySchedule] | None = None
@@ -233,6 +235,7 @@ class Pipeline:
                     has_target=self._loss_fn is not None,
                     numerics=self._numerics,
                     cast=self._cast,
+                    shares=self._shares,
                 )
             while len(self._recordings) >= MOST_RECORDINGS:
                 del self._recordings[next(iter(self._recordings))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from profiles.capture.batch_tree import describe, map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.capture.frames import model_line
-from profiles.errors import ModelError
+from profiles.errors import BatchError, ModelError
 from profiles.model.flow import Flow
 from profiles.model.profile import Numerics
 from profiles.torch_compat import (
@@ -105,6 +105,39 @@ class RecordedCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """Units whose first floating-point tensor is, on a rank, one of `size` equal parts along
+    `dim`: sequence parallelism."""
+
+    units: frozenset[str] = frozenset()
+    dim: int = 1
+    size: int = 1
+
+    def of(self, call: RecordedCall) -> RecordedCall:
+        """The call as a rank makes it.
+
+        Raises:
+            BatchError: there is no equal part for every rank.
+        """
+        leaves = list(call.leaves)
+        for number, leaf in enumerate(leaves if call.unit in self.units else ()):
+            if not (isinstance(leaf, ReturnedTensor) and leaf.dtype.is_floating_point):
+                continue
+            shape = list(leaf.shape)
+            shape[self.dim], left = divmod(shape[self.dim], self.size)
+            if left:
+                raise BatchError(
+                    f"`{call.unit}` has {leaf.shape[self.dim]} tokens, which cannot be split over"
+                    f" {self.size} ranks",
+                    hints=["pad the sequence, or set sequence_parallel=false"],
+                )
+            stride = torch.empty(shape, device="meta").stride()
+            leaves[number] = replace(leaf, shape=torch.Size(shape), stride=stride)
+            break
+        return replace(call, leaves=tuple(leaves))
+
+
+@dataclass(frozen=True, slots=True)
 class Recording:
     """The calls of one forward, in order."""
 
@@ -128,6 +161,7 @@ def record(
     has_target: bool,
     numerics: Numerics = Numerics.AS_BUILT,
     cast: Sequence[str] = (),
+    shares: Shares = Shares(),
 ) -> Recording:
     """Follow one forward over `batch` on fake tensors; nothing is allocated, computed or changed.
 
@@ -135,6 +169,7 @@ def record(
         model: as it was before the plan, see `ModelSnapshot`.
         numerics: of the forward, so that values at cuts are recorded in their dtype.
         cast: names of the units whose inputs FSDP2 casts to bf16, under `Numerics.BF16`.
+        shares: units that return a part on every rank.
 
     Raises:
         ModelError: the model looks at values, changes parameters, or calls other units than the
@@ -181,7 +216,7 @@ def record(
             where=f"{_first_difference(called, expected)}\nbatch: {describe(batch)}",
             hints=["a pipeline needs a forward that takes the same path for every batch"],
         )
-    return Recording(tuple(calls))
+    return Recording(tuple(map(shares.of, calls)))
 
 
 @contextmanager

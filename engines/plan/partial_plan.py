@@ -24,6 +24,8 @@ from engines.plan.settings import (
     Schedule,
     Updates,
     format_setting,
+    map_of,
+    pairs_of,
 )
 from profiles.bounds import (
     MOST_COUNT,
@@ -79,15 +81,16 @@ class PartialPlan(Record):
     max_staleness: CountOrZero | None = None
     offload_to: OffloadTo | None = None
     bucket_mib: Count | None = None
+    sequence_parallel: bool | None = None
 
     @field_validator("tensor_styles", mode="before")
     @classmethod
     def _pairs(cls, value: Any) -> Any:
-        return tuple(value.items()) if isinstance(value, dict) else value
+        return pairs_of(value) if isinstance(value, dict) else value
 
     @field_serializer("tensor_styles")
     def _as_map(self, value: tuple[tuple[str, str], ...] | None) -> dict[str, str] | None:
-        return None if value is None else dict(value)
+        return None if value is None else map_of(value)
 
     @model_serializer(mode="wrap")
     def _without_open(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -181,6 +184,7 @@ _SYNONYMS = {
     "parameter_servers": "servers",
     "staleness": "max_staleness",
     "bucket_cap_mb": "bucket_mib",
+    "sp": "sequence_parallel",
 }
 """Words that people bring along from other tools, and what they are called here."""
 _MAY_BE_ZERO = ("zero", "servers", "backup_workers", "max_staleness")

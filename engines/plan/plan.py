@@ -25,6 +25,8 @@ from engines.plan.settings import (
     Schedule,
     Updates,
     format_setting,
+    map_of,
+    pairs_of,
 )
 from profiles.bounds import (
     Batch,
@@ -69,6 +71,8 @@ class Plan(Document):
         max_staleness: steps that a worker may be ahead of the slowest; None sets no bound.
         offload_to: the place of offloaded tensors, see its class.
         bucket_mib: gradients of DDP that go in one message, MiB (`bucket_cap_mb` of torch).
+        sequence_parallel: norms, dropout and residual sums of split blocks over the tp axis too, by
+            tokens (arXiv:2205.05198).
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -103,6 +107,7 @@ class Plan(Document):
     max_staleness: CountOrZero | None = None
     offload_to: OffloadTo = OffloadTo.HOST
     bucket_mib: Count = 25
+    sequence_parallel: bool = False
 
     @model_validator(mode="before")
     @classmethod
@@ -122,11 +127,11 @@ class Plan(Document):
     @field_validator("tensor_styles", mode="before")
     @classmethod
     def _pairs(cls, value: Any) -> Any:
-        return tuple(value.items()) if isinstance(value, dict) else value
+        return pairs_of(value) if isinstance(value, dict) else value
 
     @field_serializer("tensor_styles")
     def _as_map(self, value: tuple[tuple[str, str], ...]) -> dict[str, str]:
-        return dict(value)
+        return map_of(value)
 
     @model_validator(mode="after")
     def _kind_matches_degrees(self) -> Self:

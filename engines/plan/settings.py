@@ -149,6 +149,23 @@ class OffloadTo(StrEnum):
     DISK = "disk"  # files of a folder that the user names, mapped into memory
 
 
+def pairs_of(styles: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """`Plan.tensor_styles` from a mapping; several styles of a pattern stand in one text.
+
+    >>> pairs_of({"a": "column joined"})
+    (('a', 'column'), ('a', 'joined'))
+    """
+    return tuple((pattern, style) for pattern, text in styles.items() for style in text.split())
+
+
+def map_of(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """The reverse of `pairs_of`."""
+    styles: dict[str, list[str]] = {}
+    for pattern, style in pairs:
+        styles.setdefault(pattern, []).append(style)
+    return {pattern: " ".join(each) for pattern, each in styles.items()}
+
+
 def format_setting(value: Any) -> str:
     """A setting's value as `PartialPlan.parse` reads it."""
     if isinstance(value, bool):

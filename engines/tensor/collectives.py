@@ -89,7 +89,7 @@ def require_equal_tokens(whole: Tensor, size: int) -> None:
         raise BatchError(
             f"a sequence of {tokens} tokens cannot be split over {size} ranks",
             hints=[
-                f"pad it to {-(-tokens // size) * size}, or leave out the style `sequence`",
+                f"pad it to {-(-tokens // size) * size}, or set sequence_parallel=false",
             ],
         )
 

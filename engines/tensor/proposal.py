@@ -20,6 +20,7 @@ from engines.tensor.split_proof import SplitProof, require_one_use
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
 from engines.tensor.tie_rules import owner
 from engines.tensor.tied_weights import split_differently
+from engines.tensor.token_borders import with_borders
 from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
 from engines.tensor.variants import Styles, sequence_variants, variants
@@ -27,7 +28,7 @@ from profiles.capture.batch import Batch
 from profiles.capture.batch_tree import map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
-from profiles.errors import ModelError, PlanError
+from profiles.errors import BatchError, ModelError, PlanError
 from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile
 from profiles.record import Record
@@ -87,8 +88,7 @@ def propose_styles(
         profile: of the model, for its units and their layers.
         has_target: the last entry of the sample is a target, not an argument.
         by_tokens: split norms, dropout and residual sums by tokens too (sequence parallelism), in
-            the blocks where that is proved: less memory for as much traffic and a half. Sequences
-            must then have an equal share for every rank.
+            the blocks where that is proved. Sequences must then have an equal share for every rank.
         shapes_only: try units on fake tensors: quick at any size, and shows whether their code runs
             on a share of the features; that it computes the same is not proved. A unit that cannot
             be tried so is split by the rules alone.
@@ -126,6 +126,19 @@ def propose_styles(
             whole[place] = whole.get(place, frozenset()) | {inner}
         if whole == before:
             break
+    try:
+        styles = with_borders(model, sample, styles, size=size, has_target=has_target)
+    except BatchError as error:
+        plain = propose_styles(
+            model,
+            sample,
+            size=size,
+            profile=profile,
+            has_target=has_target,
+            shapes_only=shapes_only,
+        )
+        uneven = Unpaired(layer="*", style="tokens whole", why=error.what)
+        return plain.model_copy(update={"notes": (*plain.notes, uneven)})
     if not styles:
         raise PlanError(
             f"{profile.name} has no layer that tensor parallelism could split over {size} ranks",

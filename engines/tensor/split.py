@@ -19,8 +19,8 @@ from engines.state.slices import Slice, share
 from engines.tensor.collectives import Collectives, GroupCollectives
 from engines.tensor.layers import feature_dim, features, slices_of, with_bias, without_bias
 from engines.tensor.logits import VocabLogits
-from engines.tensor.sequence_parallel import split_sequence
-from engines.tensor.styles import Kind, Style, cutting
+from engines.tensor.sequence_parallel import exchange_tokens
+from engines.tensor.styles import LAYER_KINDS, Kind, Style, cutting
 from profiles.capture.transformers_compat import is_transposed_linear
 from profiles.errors import PlanError
 
@@ -76,7 +76,7 @@ def split(
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
     cuts: dict[str, Slice] = {}
-    again = _SharedCopy(collectives)
+    again, join = _Shared(collectives.copy), _Shared(collectives.join_tokens)
     blocks = [path for path, wanted in styles.items() if Style(kind=Kind.SEQUENCE) in wanted]
     for path, wanted in styles.items():
         module = model.get_submodule(path)
@@ -85,8 +85,9 @@ def split(
             if style.kind is Kind.SIZES:
                 _count_local(module, style.sizes, collectives, path=path)
                 continue
-            if style.kind in (Kind.SEQUENCE, Kind.JOINED):
-                split_sequence(module, style.kind, collectives)
+            if style.kind in (Kind.ENTRY, Kind.EXIT, Kind.JOINED):
+                exchange_tokens(module, style.kind, collectives, join)
+            if style.kind not in LAYER_KINDS:
                 continue
             for own, cut in slices_of(module, style).items():
                 name = first[module.get_parameter(own)]
@@ -99,6 +100,7 @@ def split(
             _add_collectives(module, style, collectives, again, by_tokens=by_tokens)
     for path in _above(path for path, wanted in styles.items() if cutting(wanted)):
         _run_within(model.get_submodule(path), again.forward)
+        _run_within(model.get_submodule(path), join.forward)
     parameters = dict(model.named_parameters())
     for name, cut in cuts.items():
         _keep_slice(parameters[name], cut, collectives)
@@ -270,27 +272,27 @@ def _run_within(
     wrap_forward(module, run)
 
 
-class _SharedCopy:
-    """One `copy` for all layers that take the same tensor: query, key and value say.
+class _Shared:
+    """One exchange for all layers that take the same tensor: query, key and value say.
 
     It remembers the last tensor only, which those layers save for their backward anyway, and
     nothing outside of a `forward`, however that ends: a stage of a pipeline ends the model's early,
     and of a recomputed block only its own runs a second time.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._exchange = collectives
+    def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
+        self._exchange = exchange
         self._depth = 0
         self._last: tuple[Tensor, Tensor, bool] | None = None
 
-    def __call__(self, whole: Tensor) -> Tensor:
+    def __call__(self, taken: Tensor) -> Tensor:
         is_grad = torch.is_grad_enabled()
-        if self._last is not None and self._last[0] is whole and self._last[2] == is_grad:
+        if self._last is not None and self._last[0] is taken and self._last[2] == is_grad:
             return self._last[1]
-        copied = self._exchange.copy(whole)
+        made = self._exchange(taken)
         if self._depth:
-            self._last = (whole, copied, is_grad)
-        return copied
+            self._last = (taken, made, is_grad)
+        return made
 
     @contextmanager
     def forward(self, module: nn.Module) -> Iterator[None]:

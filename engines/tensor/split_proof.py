@@ -11,11 +11,13 @@ from torch import nn
 
 from engines.tensor.layers import can_split, is_plain
 from engines.tensor.rules import Pair, pairs_of
-from engines.tensor.styles import LAYER_KINDS, Kind, Style, cutting, styles_of
+from engines.tensor.styles import LAYER_KINDS, Kind, Style, cutting, ordered, styles_of
 from engines.tensor.tied_weights import split_differently
+from engines.tensor.token_borders import with_borders
+from engines.tensor.token_rules import SPLIT
 from engines.tensor.unit_copy import UnitCopy, copy_unit, unit_kinds
 from engines.tensor.unit_proof import Verdict, prove_unit
-from engines.tensor.variants import Styles, variants
+from engines.tensor.variants import ALONE, Styles, variants
 from profiles.capture.batch import Batch
 from profiles.errors import PlanError
 from profiles.model.flow import GLUE, LOSS, Flow
@@ -38,13 +40,21 @@ class SplitProof(Record):
 
     @classmethod
     def of(cls, styles: Styles, partial: Iterable[str], *, size: int) -> Self:
-        written = tuple((path, tuple(map(str, each))) for path, each in styles.items())
+        written = tuple((path, tuple(map(str, ordered(each)))) for path, each in styles.items())
         return cls(size=size, styles=written, partial=tuple(sorted(partial)))
 
     @property
     def by_module(self) -> Styles:
         """The styles by module path."""
         return {path: tuple(map(Style.parse, texts)) for path, texts in self.styles}
+
+    @property
+    def hand_on_shares(self) -> frozenset[str]:
+        """Paths of the blocks that return their rank's share of the tokens."""
+        leave = Style(kind=Kind.EXIT)
+        return frozenset(
+            p for p, each in self.by_module.items() if SPLIT in each and leave not in each
+        )
 
     def covers(self, model: nn.Module, pairs: Sequence[tuple[str, str]], *, size: int) -> bool:
         """True if this is the split of `model` that `pairs` ask for.
@@ -83,6 +93,7 @@ def prove_split(
         _require_possible(model.get_submodule(path), wanted, path)
     units = [unit.name for unit in profile.units if unit.name not in (GLUE, LOSS)]
     first = {parameter: name for name, parameter in model.named_parameters()}
+    _require_borders(styles, with_borders(model, sample, styles, size=size, has_target=has_target))
     left = dict(styles)
     partial: dict[str, set[str]] = {}  # and the units in which they are so
     running: list[str] = []
@@ -96,7 +107,7 @@ def prove_split(
             verdict = _of_layer(model.get_submodule(alike[0]), inner)
             if verdict is None:
                 copy = copy or copy_unit(model, kind)
-                verdict = prove_unit(copy, _as_gathered(inner, copy.unit), size=size)
+                verdict = prove_unit(copy, _alone(inner, copy.unit), size=size)
                 counts: Styles = {}
                 if verdict.why_not:
                     counts = _counts(copy, inner, pairs_of(profile, alike[0]), size=size)
@@ -105,7 +116,7 @@ def prove_split(
                     styles[place] = (*styles.get(place, ()), *counts[within])
                 if counts:
                     inner = _inner(alike[0], styles)
-                    verdict = prove_unit(copy, _as_gathered(inner, copy.unit), size=size)
+                    verdict = prove_unit(copy, _alone(inner, copy.unit), size=size)
             if verdict.why_not:
                 raise PlanError(
                     f"`{alike[0]}` split over {size} ranks is not what it is whole:"
@@ -225,7 +236,10 @@ def _by_styles(
     """Equal units that are split equally, together."""
     alike: dict[object, list[str]] = {}
     for path in paths:
-        alike.setdefault(tuple(_inner(path, styles).items()), []).append(path)
+        inner = _inner(path, styles)
+        if SPLIT in inner.get("", ()):
+            inner[""] = ordered((*inner[""], *ALONE))  # a chain's first and last differ in no more
+        alike.setdefault(tuple(inner.items()), []).append(path)
     return alike
 
 
@@ -249,11 +263,36 @@ def _joined(path: str, inner: str) -> str:
     return ".".join(part for part in (path, inner) if part)
 
 
-def _as_gathered(inner: Styles, unit: nn.Module) -> Styles:
-    """Gather a head's split logits within its unit: their use is no matter of the unit."""
-    return {
+def _alone(inner: Styles, unit: nn.Module) -> Styles:
+    """The styles of a unit that takes and returns whole tensors.
+
+    What becomes of a head's split logits, or of a block's share of the tokens, is no matter of it.
+    """
+    alone = {
         path: (Style(kind=Kind.GATHER),)
         if Style(kind=Kind.VOCAB) in each and isinstance(unit.get_submodule(path), nn.Linear)
         else each
         for path, each in inner.items()
     }
+    if SPLIT in inner.get("", ()):
+        alone[""] = ordered((*inner[""], *ALONE))
+    return alone
+
+
+def _require_borders(given: Styles, proved: Styles) -> None:
+    """Require that blocks split and gather sequences where shares do not go on.
+
+    Raises:
+        PlanError: they are said to do so in other places.
+    """
+    for path, styles in proved.items():
+        if styles != given[path]:
+            raise PlanError(
+                f"`{path}` has the styles `{' '.join(map(str, given[path]))}`, and its tokens"
+                f" come and go as `{' '.join(map(str, styles))}`",
+                where=f"tensor style {path}",
+                hints=[
+                    "a block needs `entry` where it does not take the hidden values of another one"
+                    " as they are, and `exit` where something else takes its own"
+                ],
+            )

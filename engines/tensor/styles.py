@@ -21,7 +21,9 @@ class Kind(StrEnum):
     ROW = "row"  # input features split; partial outputs are summed over the ranks
     GATHER = "gather"  # as column, outputs put together again: right everywhere, most traffic
     VOCAB = "vocab"  # rows of an embedding; or of the head, whose logits stay split for the loss
-    SEQUENCE = "sequence"  # of a block: between its pairs a rank has its share of the tokens
+    SEQUENCE = "sequence"  # of a block: but for its pairs a rank has its share of the tokens
+    ENTRY = "entry"  # of a sequence block: it takes whole sequences, and splits them
+    EXIT = "exit"  # of a sequence block: it returns whole sequences
     JOINED = "joined"  # within a sequence block: takes the whole sequence again
     SIZES = "sizes"  # attributes that count heads or features say this rank's share in forward
 
@@ -95,7 +97,7 @@ def styles_of(
             raise UnknownNameError("module", pattern, names, where=f"tensor style `{text}`")
         for name in fitting:
             styles.setdefault(name, {})[Style.parse(text)] = None
-    return {name: tuple(styles[name]) for name in names if name in styles}
+    return {name: ordered(styles[name]) for name in names if name in styles}
 
 
 def as_pairs(
@@ -115,20 +117,27 @@ def as_pairs(
     for name in patterns:
         alike.setdefault(without_numbers(name), []).append(name)
     # The blocks of a network may lie at several depths: a pattern of some fits parts of others.
-    different = {
-        pattern: {
-            tuple(styles[name]) if name in styles else None
-            for name in alike[without_numbers(pattern)]
-            if matches(pattern, name)
-        }
+    common = {
+        pattern: set.intersection(
+            *(
+                set(styles.get(name, ()))
+                for name in alike[without_numbers(pattern)]
+                if matches(pattern, name)
+            )
+        )
         for pattern in set(patterns.values())
     }
     pairs: dict[tuple[str, str], None] = {}
     for name, entries in styles.items():
         pattern = patterns[name]
         for style in entries:
-            pairs[pattern if len(different[pattern]) == 1 else name, str(style)] = None
+            pairs[pattern if style in common[pattern] else name, str(style)] = None
     return tuple(pairs)
+
+
+def ordered(styles: Iterable[Style]) -> tuple[Style, ...]:
+    """The styles of one module in the order of `Kind`, each once."""
+    return tuple(sorted(dict.fromkeys(styles), key=lambda style: list(Kind).index(style.kind)))
 
 
 def _pattern(name: str, blocks: Collection[str] | None) -> str:

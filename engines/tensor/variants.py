@@ -9,7 +9,8 @@ from torch import nn
 
 from engines.tensor.layers import features
 from engines.tensor.rules import Pair
-from engines.tensor.styles import Kind, Style
+from engines.tensor.styles import Kind, Style, ordered
+from engines.tensor.token_rules import SPLIT, join_places
 
 Styles = dict[str, tuple[Style, ...]]
 """By module path."""
@@ -62,6 +63,10 @@ def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Co
     return choices
 
 
+ALONE = (SPLIT, Style(kind=Kind.ENTRY), Style(kind=Kind.EXIT))
+"""Of a block by itself that is split by tokens."""
+
+
 def sequence_variants(pairs: Sequence[Pair], styles: Styles) -> Iterator[Styles]:
     """Variants of splitting a unit by tokens as well, for its `pairs`.
 
@@ -71,20 +76,8 @@ def sequence_variants(pairs: Sequence[Pair], styles: Styles) -> Iterator[Styles]
     for inside in product((False, True), repeat=len(pairs)):
         joined: dict[str, None] = {}
         for pair, at_layers in zip(pairs, inside, strict=True):
-            around = _around(pair.columns)
-            places = pair.columns if at_layers or not around else (around,)
-            joined.update(dict.fromkeys(places))
-        chosen: Styles = {"": (*styles.get("", ()), Style(kind=Kind.SEQUENCE))}
+            joined.update(dict.fromkeys(pair.columns if at_layers else join_places(pair)))
+        chosen: Styles = {"": ordered((*styles.get("", ()), *ALONE))}
         for path in joined:
-            chosen[path] = (*styles.get(path, ()), Style(kind=Kind.JOINED))
+            chosen[path] = ordered((*styles.get(path, ()), Style(kind=Kind.JOINED)))
         yield chosen
-
-
-def _around(paths: Sequence[str]) -> str:
-    """The innermost module that all of `paths` lie in."""
-    common: list[str] = []
-    for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return ".".join(common)

@@ -46,7 +46,9 @@ PLANS = {
     "ZeRO-3": "dp_shard=8 accumulation=2",
     "HSDP": "dp_replicate=128 dp_shard=8 accumulation=2",
     "TP": "tp=8",
-    "TP by tokens": "tp=8",
+    "TP by tokens": "tp=8 sequence_parallel=true",
+    "TP by tokens, recompute": "tp=4 sequence_parallel=true recompute=full",
+    "TP by tokens + ZeRO-3": "tp=4 dp_shard=8 sequence_parallel=true accumulation=2",
     "TP, recompute": "tp=8 recompute=full",
     "PP (1F1B)": "pp=4 microbatches=8 schedule=1f1b",
     "PP (GPipe)": "pp=4 microbatches=8 schedule=gpipe",
@@ -76,7 +78,8 @@ PLANS = {
     "PP + DP, recompute": "pp=2 dp_replicate=4 microbatches=4 schedule=1f1b recompute=full",
     "PP + TP + DP, tied": "pp=2 tp=4 dp_replicate=2 microbatches=4 schedule=1f1b",
     "PP of four + TP, tied": "pp=4 tp=2 microbatches=4 schedule=1f1b",
-    "PP + TP by tokens + ZeRO-1": "pp=2 tp=4 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b",
+    "PP + TP by tokens + ZeRO-1": "pp=2 tp=4 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b"
+    " sequence_parallel=true",
     "DDP, bf16": "dp_replicate=8 precision=bf16",
     "TP + ZeRO-3, bf16": "tp=4 dp_shard=8 precision=bf16",
     "PP + ZeRO-1, bf16": "pp=2 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b precision=bf16",
@@ -173,7 +176,7 @@ def subject_of(name: str) -> Subject:
     stages = plan.pp * (2 if "interleaved" in name or "ZBV" in name else 1)
     update: dict[str, object] = {"stages": STAGES.get(stages, ())}
     if plan.tp > 1:
-        update["tensor_styles"] = _styles(is_tied, plan.tp, "tokens" in name)
+        update["tensor_styles"] = _styles(is_tied, plan.tp, plan.sequence_parallel)
     return Subject(name, plan.model_copy(update=update), _profile(is_tied), is_tied)
 
 

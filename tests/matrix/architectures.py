@@ -146,3 +146,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "experts": _plain(plain.MixtureOfExperts, NEXT_TOKENS, token_loss),
     "siamese": _plain(plain.SiameseNet, (IMAGES, IMAGES.flip(0), CLASSES)),
 }
+
+
+def _even_vit() -> nn.Module:
+    sizes = {**zoo.VISION, "image_size": (24, 40), "num_labels": 5}
+    return zoo._built("ViTForImageClassification", sizes)
+
+
+_WIDE = torch.randn(ROWS, 3, 24, 40, generator=_seeded(10))
+OUTSIDE = {"ViT, 16 tokens": _hugging_face(_even_vit, {**PIXELS, "pixel_values": _WIDE})}
+"""No rows of the matrix, but trained in the same way by other tests."""
+
+
+def architecture_of(name: str) -> Architecture:
+    """A row of the matrix, or one outside of it."""
+    return {**ARCHITECTURES, **OUTSIDE}[name]

@@ -30,7 +30,7 @@ from profiles.capture.batch import call_model, loss_of
 from profiles.capture.batch_rows import split_rows
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
-from tests.matrix.architectures import ARCHITECTURES, ROWS
+from tests.matrix.architectures import ROWS, architecture_of
 
 TOLERANCE = 1e-5
 ZERO = 1e-3
@@ -51,7 +51,7 @@ def difference(name: str, plan: Plan, profile: ModelProfile) -> Difference:
     Raises:
         AssertionError: other parameters have gradients than on one process.
     """
-    architecture = ARCHITECTURES[name]
+    architecture = architecture_of(name)
     wanted_loss, wanted = _reference(name, plan.forwards * plan.data_degree)
     parallel = apply_plan(
         copy.deepcopy(_built(name)),
@@ -83,13 +83,13 @@ def relative_errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[s
 def _built(name: str) -> nn.Module:
     """Equal on every rank."""
     torch.manual_seed(0)
-    return ARCHITECTURES[name].build()
+    return architecture_of(name).build()
 
 
 @functools.lru_cache(maxsize=4)
 def _reference(name: str, pieces: int) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients on one process; kept for the plans of one architecture."""
-    architecture = ARCHITECTURES[name]
+    architecture = architecture_of(name)
     model, total = copy.deepcopy(_built(name)), 0.0
     for piece in split_rows(architecture.batch, split_rows_evenly(ROWS, pieces)):
         output = call_model(model, piece, has_target=architecture.loss_fn is not None)

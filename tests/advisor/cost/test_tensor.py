@@ -176,12 +176,12 @@ def test_between_column_and_row_activations_are_split_and_elsewhere_they_are_who
 
 
 def test_sequence_parallelism_splits_all_activations_but_gathered_tokens() -> None:
-    """arXiv:2205.05198, except that the engine saves gathered tokens, here for each layer."""
+    """arXiv:2205.05198, except that the engine saves gathered tokens: for q, k, v and for up."""
     load = of_block(split(4, BY_TOKENS))
-    norms, joined = 2 * ROW, 4 * ROW
+    norms, joined = 2 * ROW, 2 * ROW
     wanted = (SAVED_SPLIT + SAVED_WHOLE - norms) / 4 + joined
     assert load.activation_bytes == pytest.approx(3 * wanted)
-    assert load.input_bytes == 3 * ROW / 4
+    assert load.input_bytes == load.output_bytes == 3 * ROW / 4
 
 
 def test_tokens_gathered_by_a_module_are_sent_and_saved_once_for_all_its_layers() -> None:
@@ -199,7 +199,7 @@ def test_tokens_gathered_by_a_module_are_sent_and_saved_once_for_all_its_layers(
     )
     (load,) = loads_of(profile, numerics=Numerics.AS_BUILT, samples=1, tp=2, styles=styles).runs
     tokens = [each for each in load.exchanges if each.purpose == "tokens"]
-    assert len(tokens) == 1 + 1  # the module, and the end of the block
+    assert len(tokens) == 1
     split_here, norm = 4 * ROW, ROW
     rest = SAVED_SPLIT + SAVED_WHOLE - split_here - norm
     assert load.activation_bytes == pytest.approx(split_here / 2 + norm + rest / 2)
@@ -217,18 +217,24 @@ def test_a_block_all_reduces_twice_forward_and_twice_backward() -> None:
 
 
 def test_sequence_parallelism_sends_scatters_and_gathers_of_the_same_bytes() -> None:
-    """g-bar twice in a forward, and its gather in the backward; tokens are gathered where pairs
-    begin, here for each layer that takes them. A block begins and ends with whole sequences."""
+    """g and g-bar of arXiv:2205.05198, twice each in a forward and in a backward: each half of an
+    all-reduce, of which a block without sequence parallelism has two and two."""
     load = of_block(split(4, BY_TOKENS, samples=1))
     gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
-    # Forward: q, k, v, up are joined, the end of the block. Backward: o, down, its beginning.
-    assert sent(load) == sorted(
-        [(gather, ROW, True)] * 5
-        + [(scatter, ROW, True)] * 2
-        + [(gather, ROW, False)] * 3
-        + [(scatter, ROW, False)] * 4
-    )
+    within = [(kind, ROW, forward) for kind in (gather, scatter) for forward in (False, True)] * 2
+    assert sent(load) == sorted(within)
     assert load.partial_gradient_bytes == ROW_BIASES + NORMS
+
+
+def test_the_ends_of_a_chain_of_blocks_gather_whole_sequences() -> None:
+    """The last block its output; the first one, which cuts its input, the gradient of that."""
+    gather = Collective.ALL_GATHER
+    middle = sent(of_block(split(4, BY_TOKENS, samples=1)))
+    first = of_block(split(4, (*BY_TOKENS, ("blocks.*", "entry")), samples=1))
+    last = of_block(split(4, (*BY_TOKENS, ("blocks.*", "exit")), samples=1))
+    assert sent(first) == sorted([*middle, (gather, ROW, False)])
+    assert sent(last) == sorted([*middle, (gather, ROW, True)])
+    assert (first.output_bytes, last.output_bytes) == (ROW / 4, ROW)
 
 
 def test_gathered_outputs_are_sent_and_nothing_stays_split() -> None:

@@ -60,6 +60,7 @@ def plans(draw: st.DrawFn) -> Plan:
         tensor_styles=tuple(
             draw(st.dictionaries(name, st.sampled_from(["column", "row"]), max_size=3)).items()
         ),
+        sequence_parallel=draw(st.booleans()),
         aggregation=draw(st.sampled_from(Aggregation)),
         compression=draw(st.sampled_from(Compression)),
         compression_rank=draw(degree),
@@ -123,7 +124,8 @@ def test_servers_and_backup_workers_are_ranks_besides_the_replicas() -> None:
 
 
 LATER = ("aggregation", "compression", "compression_rank", "updates", "sync_every", "servers",
-         "backup_workers", "max_staleness", "offload_to", "bucket_mib")  # fmt: skip
+         "backup_workers", "max_staleness", "offload_to", "bucket_mib",
+         "sequence_parallel")  # fmt: skip
 
 
 def test_a_plan_that_leaves_newer_settings_alone_keeps_its_hash() -> None:
@@ -223,3 +225,10 @@ def test_names_of_other_tools_are_translated(word: str, ours: str) -> None:
         Plan.parse(f"{word}=2")
     assert f"`{word}` is called `{ours}` here" in str(caught.value)
     Plan.parse(f"{ours}=2")
+
+
+def test_a_pattern_may_have_several_styles_in_a_file() -> None:
+    plan = Plan(tp=2, tensor_styles=(("a", "column"), ("b", "row"), ("a", "joined")))
+    styles = json.loads(plan.to_json())["tensor_styles"]
+    assert styles == {"a": "column joined", "b": "row"}
+    assert set(Plan.from_json(plan.to_json()).tensor_styles) == set(plan.tensor_styles)

@@ -103,10 +103,10 @@ PAIR = {"up": "column", "down": "row"}
 
 
 def test_parameters_of_sequence_parallel_layers_have_partial_gradients() -> None:
-    styles = {"": "sequence", **PAIR, "up": "column joined"}
+    styles = {"": "sequence entry exit", **PAIR, "up": "column joined"}
     assert verdict(Block(), styles) == ("", {"norm.weight", "norm.bias", "down.bias"})
 
 
 def test_sequence_shards_that_are_not_gathered_are_refused() -> None:
-    why_not, _ = verdict(Block(), {"": "sequence", **PAIR})
+    why_not, _ = verdict(Block(), {"": "sequence entry exit", **PAIR})
     assert why_not
