@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -50,3 +51,17 @@ def test_the_split_proposed_from_the_profile_is_the_proved_one(name: str) -> Non
     subject = subject_of(name)
     proposed = dict(proposed_styles(subject.profile, subject.plan.tp))
     assert proposed == dict(subject.plan.tensor_styles)
+
+
+@pytest.mark.parametrize("name", ["TP", "TP, recompute"])
+def test_sequence_parallelism_saves_less(name: str) -> None:
+    """Of eight ranks each saves an eighth outside of split layers; under full recompute only that
+    is left of a block."""
+    without = subject_of(name)
+    plan = without.plan.model_copy(update={"sequence_parallel": True})
+    styles = subject_of("TP by tokens").plan.tensor_styles
+    by_tokens = replace(without, plan=plan.model_copy(update={"tensor_styles": styles}))
+    whole, split = compared(without, 0).activations, compared(by_tokens, 0).activations
+    assert whole is not None
+    assert split is not None
+    assert split < 0.75 * whole

@@ -32,11 +32,12 @@ def searched(
     policy: Policy,
     offload: Offload = Offload.NONE,
     to: OffloadTo = OffloadTo.HOST,
-    **degrees: int,
+    **degrees: int | bool,
 ) -> Search:
     to_disk = {} if to is OffloadTo.HOST else {"offload_to": to}
     partial = PartialPlan.build({**to_disk, **degrees})
-    space = space_of(whole, partial, styles=styles_of(whole), offload=offload)
+    styles = styles_of(whole, by_tokens=partial.sequence_parallel)
+    space = space_of(whole, partial, styles=styles, offload=offload)
     cache = SearchCache(CostModel(whole))
     return Search(cache, policy, space, StageSearch(cache, PartialPlan(), policy))
 
@@ -153,6 +154,19 @@ def test_no_estimate_with_expert_parallelism_is_below_its_bound(
     search = searched(whole, policy, ep=ep, cp=cp)
     assert len(search.space) or nodes * 8 // cp % ep
     assert_bounded(search, whole, all_of(search, whole, policy))
+
+
+@settings(max_examples=15, deadline=None)
+@given(whole=hybrids(), offload=st.sampled_from(Offload))
+def test_no_estimate_with_sequence_parallelism_is_below_its_bound(
+    whole: Facts, offload: Offload
+) -> None:
+    policy = Policy()
+    search = searched(whole, policy, offload, sequence_parallel=True)
+    every = all_of(search, whole, policy)
+    assert_bounded(search, whole, every)
+    assert all(each.plan.sequence_parallel and each.plan.tp > 1 for each in every)
+    assert every or whole.cluster.world_size % 2  # 128 tokens, 4 heads
 
 
 def test_the_peak_of_stages_is_above_its_bound_and_close_to_it() -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from engines.apply import apply_plan
+from engines.legality import problems
 from engines.plan import Plan
 from engines.tensor.proposal import Proposal, propose_styles
+from engines.tensor.rules import proposed_styles
+from engines.tensor.split_proof import prove_split
+from engines.tensor.token_rules import split_tokens
 from profiles.capture.capture import capture
+from profiles.errors import BatchError, PlanError
 from profiles.model.profile import ModelProfile
+from tests.engines.cases import cpu_ranks
 from tests.matrix.architectures import architecture_of
 from tests.matrix.cell import TOLERANCE, difference
 from tests.workers import Pool
@@ -38,6 +47,7 @@ PLANS = [
     ("Llama", "tp=2 dp_shard=2"),
     ("Llama", "tp=2 pp=2 schedule=zbv microbatches=2"
      " stages=model.layers.1,model.layers.2,model.layers.3"),
+    ("GPT-2", "tp=2 cp=2"),
     ("BERT", "tp=4"),
     ("BERT", "tp=2 dp_replicate=2 zero=1"),
     ("ViT, 16 tokens", "tp=2"),
@@ -54,3 +64,119 @@ def test_loss_and_gradients_are_those_of_one_process(pool: Pool, name: str, text
     for result in pool.run(difference, name, plan, profile, world_size=plan.world_size):
         assert result.loss < TOLERANCE
         assert result.gradient < TOLERANCE, result.worst_gradient
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "GPT-NeoX", "ViT, 16 tokens"])
+def test_the_profile_says_what_is_proved(name: str) -> None:
+    profile, proposal = looked_at(name, 2)
+    tokens = {"sequence", "entry", "exit", "joined"}
+    proved = {pair for pair in proposal.styles if pair[1] in tokens}
+    styles = split_tokens(profile, proposed_styles(profile, 2), 2)
+    assert proved == {pair for pair in styles if pair[1] in tokens}
+    assert {style for _, style in proved} == tokens
+
+
+def test_a_chain_of_blocks_cuts_sequences_once_and_gathers_them_once() -> None:
+    _, proposal = looked_at("Llama", 2)
+    ends = {pair for pair in proposal.styles if pair[1] in ("entry", "exit")}
+    assert ends == {("model.layers.0", "entry"), ("model.layers.3", "exit")}
+
+
+class Watched(nn.Module):
+    """Blocks whose hidden values are looked at between two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Perceptron() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            seen = x if number == 1 else seen
+        return x + seen.mean(1, keepdim=True)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return out
+
+
+def of_watched(tokens: int) -> tuple[Watched, tuple[Tensor], ModelProfile]:
+    torch.manual_seed(0)
+    model, sample = Watched(), (torch.randn(2, tokens, 16),)
+    return model, sample, capture(model, sample)
+
+
+def test_hidden_values_that_other_code_takes_too_are_gathered() -> None:
+    model, sample, profile = of_watched(8)
+    proposal = propose_styles(model, sample, size=2, profile=profile, by_tokens=True)
+    ends = {pair for pair in proposal.styles if pair[1] in ("entry", "exit")}
+    assert ends == {
+        ("blocks.0", "entry"), ("blocks.1", "exit"), ("blocks.2", "entry"), ("blocks.3", "exit"),
+    }  # fmt: skip
+    wrong = tuple(pair for pair in proposal.styles if pair != ("blocks.1", "exit"))
+    with pytest.raises(PlanError, match=r"`blocks.1` has the styles `sequence`"):
+        prove_split(model, sample, wrong, size=2, profile=profile, has_target=False)
+
+
+def test_tokens_without_equal_shares_stay_whole() -> None:
+    model, sample, profile = of_watched(9)
+    proposal = propose_styles(model, sample, size=2, profile=profile, by_tokens=True)
+    assert "sequence" not in dict(proposal.styles).values()
+    assert any("9 tokens cannot be split over 2 ranks" in note.why for note in proposal.notes)
+    assert split_tokens(profile, proposal.styles, 2) == proposal.styles
+    words = "tp=2 sequence_parallel=true tensor_styles=blocks.*.up:column,blocks.*.down:row"
+    (problem,) = problems(Plan.parse(words), profile, cpu_ranks(2))
+    assert problem.what == "sequence_parallel=true, and 9 tokens have no equal shares for 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("dp_replicate=2 sequence_parallel=true", "sequence-parallel-without-tensor"),
+        ("tp=2 tensor_styles=blocks.*:sequence", "sequence-styles"),
+    ],
+)
+def test_the_setting_and_the_styles_go_together(text: str, rule: str) -> None:
+    _, _, profile = of_watched(8)
+    assert rule in [problem.rule for problem in problems(Plan.parse(text), profile, cpu_ranks(2))]
+
+
+def of_uneven_batch(name: str, plan: Plan, profile: ModelProfile) -> str:
+    """The error of a step on sequences of 15 tokens."""
+    architecture = architecture_of(name)
+    parallel = apply_plan(
+        architecture.build(),
+        plan,
+        profile=profile,
+        cluster=cpu_ranks(plan.world_size),
+        sample=architecture.batch,
+    )
+    assert isinstance(architecture.batch, Mapping)
+    with pytest.raises(BatchError) as caught:
+        parallel.train_step({key: ids[:, :15] for key, ids in architecture.batch.items()})
+    return caught.value.what
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("tp=2", "a sequence of 15 tokens cannot be split over 2 ranks"),
+        ("tp=2 pp=2 schedule=1f1b microbatches=2 stages=model.layers.2", "has 15 tokens"),
+    ],
+)
+def test_a_batch_without_equal_shares_is_refused_on_every_rank(
+    pool: Pool, text: str, error: str
+) -> None:
+    profile, proposal = looked_at("Llama", 2)
+    plan = Plan.parse(f"{text} sequence_parallel=true")
+    plan = plan.model_copy(update={"tensor_styles": proposal.styles})
+    for said in pool.run(of_uneven_batch, "Llama", plan, profile, world_size=plan.world_size):
+        assert error in said
