@@ -2,10 +2,9 @@
 
 MODEL is a bundled name (of a GPT, or of a network on images: see `advisor.inputs.networks`),
 `pkg.module:factory`, a Hugging Face config.json, or a saved profile. A factory runs as it is, with
-the rights and the devices it takes; bundled and Hugging Face models are built on the meta device,
-where parameters take no memory (ResNets, which can be run, are not). A config of a kind that
-`profiles.closed_forms.families` knows is counted in closed form, without an import of torch or
-transformers.
+the rights and the devices it takes; bundled and Hugging Face models are built on the meta device
+(ResNets, which can be run, are not). A config of a kind that `profiles.closed_forms.families` knows
+is counted in closed form, without an import of torch or transformers.
 """
 
 from __future__ import annotations

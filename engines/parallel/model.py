@@ -20,13 +20,7 @@ from engines.context.context import Context
 from engines.data.batch_norm import explained_single_values
 from engines.data.ddp import explained_reduction, require_all_reduced
 from engines.data.finite import FiniteGuard, OnNonfinite
-from engines.data.fsdp import (
-    drop_unused,
-    prepare_backward,
-    release,
-    start_over,
-    whole_gradients,
-)
+from engines.data.fsdp import drop_unused, prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
 from engines.data.microbatches import LossWeight, MicrobatchCutter, weighted

@@ -15,7 +15,8 @@ from engines.tensor.sequence_parallel import hidden_values
 from engines.tensor.styles import Kind, Style, ordered
 from engines.tensor.token_rules import SPLIT
 from engines.tensor.variants import Styles
-from profiles.capture.batch import Batch, call_model, map_batch
+from profiles.capture.batch import Batch, call_model
+from profiles.capture.batch_tree import map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.errors import AdvisorError
