@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import click
 
 from advisor.inputs.console import local_rank, say
-from profiles.bounds import MOST_BATCH, MOST_COUNT, MOST_TOKENS, whole_number
 from profiles.errors import AdvisorError, FileError, InputError, UnknownNameError, near_misses
+from profiles.record.bounds import MOST_BATCH, MOST_COUNT, MOST_TOKENS, whole_number
 
 OUR_MISTAKE = 101  # as ruff and cargo: neither a success, nor an answer, nor the user's mistake
 INTERRUPTED = 130  # 128 + SIGINT, as shells count

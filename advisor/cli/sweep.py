@@ -11,8 +11,8 @@ from advisor.cli.command import batch, common_options, count, seconds, tokens
 from advisor.cli.machines import only_first_rank
 from advisor.cli.options import facts_of
 from advisor.inputs.console import say, show_on_screen, writable, write
-from profiles.bounds import MOST_BATCH, whole_number
 from profiles.errors import InputError
+from profiles.record.bounds import MOST_BATCH, whole_number
 
 if TYPE_CHECKING:
     from advisor.whatif.sweep.points import Sweep, Swept

@@ -26,12 +26,12 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from advisor.inputs.facts import Facts
 from advisor.learning.constants import WIDEST_ERROR, as_measured, measured, slowed, unit_times
-from profiles.bounds import Batch, Devices, Tokens
 from profiles.cache import fingerprint
 from profiles.errors import InputError
 from profiles.machine.cluster import Anchored, AxisFits, ClusterProfile, Constant, Learned, Link
 from profiles.model.profile import ModelProfile
 from profiles.record import Document, Record
+from profiles.record.bounds import Batch, Devices, Tokens
 from profiles.timing.runs import Machine
 
 # What is left of the doubt in a model of computing or sending once one plan was measured: assumed,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from advisor.predict.setup import Refusal
-from profiles.bounds import MOST_TOKENS
 from profiles.errors import FileError, InputError
 from profiles.record import read_text
+from profiles.record.bounds import MOST_TOKENS
 from profiles.units import MIB
 
 # Measured columns, and columns derived from them: reading these would invalidate a prediction.

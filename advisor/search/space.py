@@ -28,7 +28,7 @@ from engines.plan import (
     Updates,
 )
 from engines.tensor.token_rules import splits_tokens
-from profiles.bounds import MOST_MICROBATCHES
+from profiles.record.bounds import MOST_MICROBATCHES
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]

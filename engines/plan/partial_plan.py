@@ -27,7 +27,9 @@ from engines.plan.settings import (
     map_of,
     pairs_of,
 )
-from profiles.bounds import (
+from profiles.errors import InputError, PlanError, UnknownNameError
+from profiles.record import Record
+from profiles.record.bounds import (
     MOST_COUNT,
     Batch,
     Count,
@@ -37,8 +39,6 @@ from profiles.bounds import (
     Microbatches,
     whole_number,
 )
-from profiles.errors import InputError, PlanError, UnknownNameError
-from profiles.record import Record
 
 
 class PartialPlan(Record):

@@ -28,7 +28,9 @@ from engines.plan.settings import (
     map_of,
     pairs_of,
 )
-from profiles.bounds import (
+from profiles.errors import FileError, PlanError, UnknownNameError
+from profiles.record import Document, json_file
+from profiles.record.bounds import (
     Batch,
     Count,
     CountOrZero,
@@ -36,8 +38,6 @@ from profiles.bounds import (
     DevicesOrZero,
     Microbatches,
 )
-from profiles.errors import FileError, PlanError, UnknownNameError
-from profiles.record import Document, json_file
 
 
 class Plan(Document):

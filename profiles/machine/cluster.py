@@ -15,11 +15,11 @@ from pydantic import (
     model_validator,
 )
 
-from profiles.bounds import MOST_DEVICES, Devices, DevicesOfNode
 from profiles.errors import InputError
 from profiles.machine.topology import Tier, Topology
 from profiles.provenance import Quantity, Source
 from profiles.record import Document, Record
+from profiles.record.bounds import MOST_DEVICES, Devices, DevicesOfNode
 
 
 class Collective(StrEnum):

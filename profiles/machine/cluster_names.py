@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from profiles.bounds import MOST_DEVICES, whole_number
 from profiles.errors import InputError, UnknownNameError, near_misses
 from profiles.machine import catalogue
+from profiles.record.bounds import MOST_DEVICES, whole_number
 
 MOST_KINDS = 64
 EXAMPLES = 'write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file'

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from profiles.bounds import Devices, DevicesOfNode
 from profiles.machine import quantities
 from profiles.record import Record
+from profiles.record.bounds import Devices, DevicesOfNode
 
 
 class FitTable(Record):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from profiles.bounds import MOST_DEVICES, whole_number
 from profiles.errors import InputError
+from profiles.record.bounds import MOST_DEVICES, whole_number
 
 LOOPBACK = ("--standalone", "--local-addr", "127.0.0.1")
 """Options of torchrun for ranks of one node."""

@@ -9,7 +9,6 @@ from typing import Literal
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
 
-from profiles.bounds import Batch, Tokens
 from profiles.model.affine import Affine as Affine
 from profiles.model.crossings import DeviceCrossing
 from profiles.model.flow import GLUE as GLUE
@@ -21,6 +20,7 @@ from profiles.model.source import CaptureSource, ValueRead
 from profiles.model.times import BlockTimes
 from profiles.model.work import AttentionCall, Fusible, Product
 from profiles.record import Document, Record
+from profiles.record.bounds import Batch, Tokens
 
 # A unit smaller than this share of the largest one is not sharded on its own: its gather would cost
 # a full latency and free next to nothing. It stays with the root group.

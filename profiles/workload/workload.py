@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from profiles.bounds import Batch, Count, DevicesOrZero, Tokens
 from profiles.record import Record
+from profiles.record.bounds import Batch, Count, DevicesOrZero, Tokens
 from profiles.workload.optimizers import OPTIMIZERS, OptimizerProfile
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from engines.plan import PartialPlan, Plan, load_plan
-from profiles.bounds import MOST_DEVICES, whole_number
 from profiles.closed_forms.families import profile_from_config
 from profiles.errors import InputError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import cluster_from_name, load_cluster, resolve_cluster
 from profiles.machine.launcher import launcher
+from profiles.record.bounds import MOST_DEVICES, whole_number
 from profiles.workload.workload import Workload
 from tests.factories import cpus
 from tests.profiles.closed_forms.family_configs import DECODER, GPT2

@@ -19,10 +19,10 @@ from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
 from advisor.inputs.stacks import stack_of, with_stack
 from engines.plan import AXES, PartialPlan, Plan
-from profiles.bounds import MOST_BATCH, MOST_DEVICES, whole_number
 from profiles.errors import InputError
 from profiles.provenance import Timing
 from profiles.record import Record
+from profiles.record.bounds import MOST_BATCH, MOST_DEVICES, whole_number
 from profiles.units import format_bandwidth, parse_bandwidth
 
 _DEFAULT = Policy()

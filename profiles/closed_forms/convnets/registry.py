@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import lru_cache
 from math import sqrt
 
-from profiles.bounds import MOST_LAYERS
 from profiles.closed_forms.convnets.amoebanet import amoebanet
 from profiles.closed_forms.convnets.inception import googlenet, inception3
 from profiles.closed_forms.convnets.layers import Convnet, ConvnetLayer
@@ -17,6 +16,7 @@ from profiles.closed_forms.convnets.resnet import DEPTHS, resnet
 from profiles.closed_forms.convnets.unet import unet
 from profiles.closed_forms.convnets.vit import SIZES, vit
 from profiles.errors import InputError
+from profiles.record.bounds import MOST_LAYERS
 
 # What each was made for, where a table does not say: its paper's images, and those of the GPipe
 # papers for U-Net.

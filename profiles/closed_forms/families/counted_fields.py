@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Mapping
 
-from profiles.bounds import MOST_EXPERTS, MOST_LAYERS
 from profiles.errors import InputError
+from profiles.record.bounds import MOST_EXPERTS, MOST_LAYERS
 
 MOST_LABELS = 100_000
 """Of a classifier; transformers writes a text for each. ImageNet-21k has 21,841."""
