@@ -103,6 +103,7 @@ def test_a_model_too_large_to_run_is_known_by_its_parameters(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its states are exact, and the guess at activations is within its range."""
+    profile_of(name)  # torch's first call of some operators holds a byte until it is collected
     close = profile_of(name)
     monkeypatch.setattr(ladder, "MOST_OF_MEMORY", 0.0)
     profile = profile_of(name)
