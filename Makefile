@@ -5,6 +5,7 @@
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
 # make soak    trainings killed at random times, and saves at every file event (SOAK="--quick")
 # make fuzz    100,000 hostile files for every reader, an hour or two (FUZZ="--cases 1000 --reader plan")
+# make nightly  tests on further plans and sizes, which `make test` leaves out
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling, wording
 #
@@ -19,7 +20,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix scorecard scorecard-nested soak fuzz timed check format clean
+.PHONY: help demo test matrix scorecard scorecard-nested soak fuzz nightly timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -58,6 +59,10 @@ soak: $(STAMP)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz $(FUZZ)
+
+nightly: $(STAMP)
+	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly; \
+	echo "== tests took $$((SECONDS - start)) s"
 
 timed: $(STAMP)
 	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"

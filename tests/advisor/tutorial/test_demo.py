@@ -15,6 +15,7 @@ import pytest
 
 from advisor.tutorial.demo import launch
 from profiles.errors import InputError
+from tests.nightly import nightly
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -104,7 +105,7 @@ def test_more_ranks_than_the_memory_holds_are_refused_with_the_numbers(
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *nightly(signal.SIGINT, signal.SIGKILL)])
 def test_no_rank_outlives_a_demo_that_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
     mark = f"PARALLEL_ADVISOR_TEST={tmp_path}"
     with start(tmp_path, "--steps", "500", PARALLEL_ADVISOR_TEST=str(tmp_path)) as process:

@@ -24,6 +24,7 @@ from engines.state.checkpoint.folder import complete_saves, unlock
 from engines.state.checkpoint.manifest import read_manifest
 from profiles.errors import FileError, InputError, RankError, RankMismatchError
 from tests.engines.cases import token_loss
+from tests.nightly import nightly
 from tests.soak.training import PLANS, build, global_batches
 from tests.workers import Pool
 
@@ -55,7 +56,10 @@ def content(folder: str | Path) -> tuple[list[str], Any, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize(
+    "plan",
+    [PLANS["ddp"], PLANS["pp2"], *nightly(*(PLANS[n] for n in ("zero1", "zero3", "tp2", "hsdp")))],
+)
 def test_a_training_in_three_parts_equals_one_without_a_break(
     pool: Pool, tmp_path: Path, plan: str
 ) -> None:

@@ -18,6 +18,7 @@ from profiles.errors import RankError, ShortageError
 from tests.engines.cases import Case
 from tests.engines.hungry import HUNGRY, NO_LIMIT_MIB, Wide, hungry_batch, memory_limit
 from tests.engines.parity import local_rows, reference_loss, relative, spread
+from tests.nightly import nightly
 from tests.workers import Pool
 
 ROWS = 16
@@ -84,7 +85,7 @@ def test_one_process_goes_on_with_smaller_microbatches() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("short", [1, *nightly(0)])
 @pytest.mark.parametrize("plan", PLANS)
 def test_all_ranks_go_on_when_one_ran_out(pool: Pool, plan: str, short: int) -> None:
     size = ROWS // Plan.parse(plan).microbatches

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from engines.runtime.rendezvous import agreed_name
 from profiles.errors import RankError
 from tests.launching import Launched
+from tests.nightly import nightly
 
 
 def names(store: dist.Store, size: int, *, seed: int) -> list[str]:
@@ -93,7 +94,7 @@ leave_world()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "restarts"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("ranks", "restarts"), [(2, 2), *nightly((4, 1))])
 def test_a_job_whose_ranks_are_killed_comes_back_under_plain_torchrun(
     tmp_path: Path, ranks: int, restarts: int
 ) -> None:
