@@ -12,10 +12,10 @@ from engines.plan import Plan
 from profiles.machine.cluster import Collective
 from profiles.model.profile import ModelProfile
 
-# The ranks count with two fp64 numbers (samples, failed ranks), and two more for every replica of
-# several ranks (engines/data/microbatches.py); a loss is one fp32 number, and the tp axis's common
-# seed an int64.
-COUNT_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 16, 16, 4, 8
+# The ranks count with three fp64 numbers (terms of the loss, rows, failed ranks), one more for each
+# round of a pipeline, and two more for every replica of several ranks, all in one message
+# (engines/data/microbatches.py); a loss is one fp32 number, and the tp axis's common seed an int64.
+COUNT_BYTES, ROUND_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 24, 8, 16, 4, 8
 
 
 def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
@@ -23,7 +23,9 @@ def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> floa
     layers, checks for unused parameters, batch norms."""
     world = plan.world_size
     replicas, stride = plan.data_degree, plan.cp * plan.tp
-    count = COUNT_BYTES + (PRINT_BYTES * replicas if world > replicas else 0)
+    rounds = plan.forwards // plan.in_flight if plan.pp > 1 else 0
+    prints = replicas if world > replicas else 0
+    count = COUNT_BYTES + ROUND_BYTES * rounds + PRINT_BYTES * prints
     seconds = sum(
         ledger.charge(Collective.ALL_REDUCE, purpose, payload, group_size=world)
         for purpose, payload in (("sample count", count), ("loss", SCALAR_BYTES))

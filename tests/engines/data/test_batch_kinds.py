@@ -125,6 +125,7 @@ def test_a_nested_tensor_is_refused_with_what_to_give_instead() -> None:
 
 
 def test_what_has_rows_is_said_where_it_is_not_plain(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     alone("tuple")
     assert not caplog.text
     alone("time first")

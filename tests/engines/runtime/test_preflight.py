@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 import os
 import resource
@@ -50,8 +52,11 @@ def test_the_groups_of_the_iommu_are_counted(tmp_path: Path) -> None:
 def _groups_under_a_limit(extra: int) -> str:
     """The error of three more groups where so many more files may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    now = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (now + extra, hard))
+    gc.collect()
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = (number for number in itertools.count() if number not in used)
+    # The limit is on the numbers of files, which may have gaps.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, extra, None)), hard))
     try:
         for _ in range(3):
             dist.new_group([0, 1])

@@ -114,9 +114,12 @@ import os
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 from engines.runtime.world import join_world, leave_world
 
 world = join_world(timeout_s=60)
+dist.barrier()  # the other rank may still connect
 own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
 for table in ("tcp", "tcp6"):
     for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
