@@ -18,6 +18,9 @@ from profiles.machine.cluster import AxisFits, Collective, LinkFit, Overlap
 from profiles.provenance import Quantity, Source
 from tests.factories import chain, cpus, facts, gpus, transformer
 
+COUNTS = 3 * 8
+"""Bytes of a step's message of terms of the loss, rows and failed ranks, in fp64."""
+
 
 def on_cpus(plan: str, *, ranks: int, batch: int) -> Estimate:
     return estimate(Plan.parse(plan), facts(chain(), cpus(ranks), batch=batch, precision="fp32"))
@@ -245,10 +248,12 @@ def test_collectives_of_a_step_are_those_of_the_engines(
     plan: str, expected: dict[tuple[str, int], int]
 ) -> None:
     cost = on_cpus(f"{plan} microbatch_size=1 accumulation=3", ranks=4, batch=12)
-    large = {(t.kind.value, t.payload_bytes): t.count for t in cost.traffic if t.payload_bytes > 16}
+    large = {
+        (t.kind.value, t.payload_bytes): t.count for t in cost.traffic if t.payload_bytes > COUNTS
+    }
     assert large == expected
-    small = {t.payload_bytes: t.count for t in cost.traffic if t.payload_bytes <= 16}
-    assert small == {16: 1, 4: 1}  # the sample count and the loss
+    small = {t.payload_bytes: t.count for t in cost.traffic if t.payload_bytes <= COUNTS}
+    assert small == {COUNTS: 1, 4: 1}  # the counts and the loss
 
 
 def test_zero_3_sends_half_as_much_again_as_ddp_and_zero_1_as_much() -> None:
@@ -257,7 +262,7 @@ def test_zero_3_sends_half_as_much_again_as_ddp_and_zero_1_as_much() -> None:
         plan: sum(
             t.bus_bytes
             for t in on_cpus(f"{plan} microbatch_size=1", ranks=4, batch=4).traffic
-            if t.payload_bytes > 16
+            if t.payload_bytes > COUNTS
         )
         for plan in ("dp_replicate=4", "dp_replicate=4 zero=1", "dp_shard=4")
     }
