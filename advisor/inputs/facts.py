@@ -39,15 +39,22 @@ class Facts(Record):
     def __init__(
         self,
         *,
-        model: ModelProfile,
-        cluster: ClusterProfile,
-        workload: Workload,
+        model: ModelProfile | None = None,
+        cluster: ClusterProfile | None = None,
+        workload: Workload | None = None,
         stack: Stack = TORCH,
+        **others: Any,
     ) -> None:
-        parts: dict[str, Any] = {"cluster": cluster, "stack": stack}
-        parts |= {"model": model, "workload": workload}
+        given = {"model": model, "cluster": cluster, "workload": workload}
+        parts: dict[str, Any] = {name: part for name, part in given.items() if part is not None}
+        parts |= {"stack": stack, **others}  # pydantic names what is missing or unknown
         # Facts read from a file were already adapted to their stack when built.
-        if isinstance(model, ModelProfile) and isinstance(stack, Stack):
+        if (
+            isinstance(model, ModelProfile)
+            and isinstance(cluster, ClusterProfile)
+            and isinstance(workload, Workload)
+            and isinstance(stack, Stack)
+        ):
             parts["model"] = under_stack(model, _on_device(stack, model, cluster))
             parts["workload"] = _updated_by(stack, workload)
             parts["stack"] = _with_moments(stack, workload)

@@ -149,13 +149,17 @@ class OffloadTo(StrEnum):
     DISK = "disk"  # files of a folder that the user names, mapped into memory
 
 
-def pairs_of(styles: dict[str, str]) -> tuple[tuple[str, str], ...]:
+def pairs_of(styles: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """`Plan.tensor_styles` from a mapping; several styles of a pattern stand in one text.
 
     >>> pairs_of({"a": "column joined"})
     (('a', 'column'), ('a', 'joined'))
     """
-    return tuple((pattern, style) for pattern, text in styles.items() for style in text.split())
+    return tuple(
+        (pattern, style)
+        for pattern, text in styles.items()
+        for style in (text.split() if isinstance(text, str) else [text])
+    )
 
 
 def map_of(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:

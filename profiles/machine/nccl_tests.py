@@ -75,9 +75,16 @@ class Log:
         return len(set(self.hosts))
 
     def fit(self) -> LinkFit:
-        """The line through the out-of-place times."""
+        """The line through the out-of-place times.
+
+        Raises:
+            FileError: no line with a latency and a rate goes through them.
+        """
         factor = self.kind.bus_factor(self.ranks)
-        return fit([(factor * size, seconds) for size, seconds in self.timings])
+        try:
+            return fit([(factor * size, seconds) for size, seconds in self.timings])
+        except (ValueError, ArithmeticError):
+            raise FileError("these times have no latency and no rate", where=self.where) from None
 
 
 def read_log(path: str | os.PathLike[str]) -> Log:
