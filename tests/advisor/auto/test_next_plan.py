@@ -23,7 +23,7 @@ from engines.plan import PartialPlan, Plan
 from engines.runtime.shortage import Shortage
 from profiles.workload.workload import Workload
 from tests.engines.cases import CASES, cpu_ranks, profile_of
-from tests.engines.hungry import HUNGRY, NO_LIMIT_MIB, hungry_batch, memory_limit
+from tests.engines.hungry import HUNGRY, NO_LIMIT_MIB, TensorLimit, hungry_batch, memory_limit
 from tests.engines.parity import local_rows, reference_loss, relative
 from tests.workers import Pool
 
@@ -68,7 +68,7 @@ def test_what_failed_does_not_fit_again(needed_gib: float) -> None:
     assert fits_device(decision.plan, estimate(decision.plan, lower), lower, decision.policy)
 
 
-def _train(short: int, extra_mib: float, folder: str) -> tuple[float, str, str, list[str]]:
+def _train(short: int, folder: str) -> tuple[float, str, str, list[str]]:
     """Two steps under a decided plan with a limit on rank `short`; the plan that a second start
     takes, and what was logged."""
     messages: list[str] = []
@@ -99,7 +99,9 @@ def _train(short: int, extra_mib: float, folder: str) -> tuple[float, str, str, 
         parallel = auto_parallelize(HUNGRY.build(), **options)
         assert parallel.plan.microbatch_size == ROWS
         part = local_rows(parallel, batch, rows)
-        with memory_limit(extra_mib if rank == short else NO_LIMIT_MIB):
+        # A step of 32 rows takes 192 MiB, one of 16 half of it.
+        limit = TensorLimit(144 if rank == short else NO_LIMIT_MIB)
+        with memory_limit(150) if ranks == 1 else limit:
             losses = [parallel.train_step(part) for _ in range(2)]
         again = auto_parallelize(HUNGRY.build(), **options)
     logger.removeHandler(listener)
@@ -116,7 +118,7 @@ def _train(short: int, extra_mib: float, folder: str) -> tuple[float, str, str, 
 
 
 def test_a_training_goes_on_and_the_next_one_begins_with_a_lighter_plan(tmp_path: Path) -> None:
-    error, plan, again, messages = _train(0, 150, str(tmp_path))
+    error, plan, again, messages = _train(0, str(tmp_path))
     assert error < 1e-5
     assert plan == "microbatch_size=16 accumulation=2"
     assert Plan.parse(again).microbatch_size == 16
@@ -127,7 +129,7 @@ def test_a_training_goes_on_and_the_next_one_begins_with_a_lighter_plan(tmp_path
 
 @pytest.mark.dist
 def test_two_ranks_go_on_when_one_runs_out(pool: Pool, tmp_path: Path) -> None:
-    results = pool.run(_train, 1, 150, str(tmp_path), world_size=2)
+    results = pool.run(_train, 1, str(tmp_path), world_size=2)
     for error, plan, again, _ in results:
         assert error < 1e-5
         assert plan == "dp_replicate=2 microbatch_size=16 accumulation=2"
