@@ -39,7 +39,7 @@ from engines.apply import Proofs, apply_plan
 from engines.context.proof import SequenceProof, prove
 from engines.data.microbatches import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY
-from engines.parallel import ParallelModel
+from engines.parallel import ParallelModel, SchedulerFactory
 from engines.plan import PartialPlan
 from engines.runtime.world import join_world
 from engines.state.optimizer import OptimizerFactory
@@ -167,6 +167,7 @@ def auto_parallelize(
     sample: Batch,
     loss_fn: LossFn | None = None,
     optimizer: OptimizerLike = None,
+    scheduler: SchedulerFactory | None = None,
     plan: PlanLike = None,
     global_batch_size: int | None = None,
     precision: str | None = None,
@@ -213,6 +214,9 @@ def auto_parallelize(
             time, as in training.
         optimizer: a name ("adamw"), a factory `lambda params: torch.optim.AdamW(params)` or an
             optimizer already built on the model, which is carried over; None is AdamW.
+        scheduler: a factory `lambda optimizer: LambdaLR(optimizer, ...)` of any scheduler of
+            `torch.optim.lr_scheduler` that needs no metric. It is stepped after every step of the
+            optimizer, and saved and loaded: `parallel.scheduler`.
         plan: None decides everything. A Plan, its file, or settings such as "dp_shard=4" fix what
             they name ("pp=2 tp=2 zero=1" leaves stages, microbatches and split layers open). A
             path with `{world_size}` in it, "plans/{world_size}.json", is a file for each number of
@@ -315,6 +319,7 @@ def auto_parallelize(
         cluster=decision.facts.cluster,
         loss_fn=loss_fn,
         optimizer=optimizer,
+        scheduler=scheduler,
         loss_weight=loss_weight,
         max_grad_norm=max_grad_norm,
         weights=weights,

@@ -66,4 +66,7 @@ def assemble(build: Build) -> ParallelModel:
         offload_pool=build.pool,
     )
     parallel.plan = build.requested
+    if training.scheduler is not None:
+        with all_ranks_succeed("building the scheduler", timeout_s=world.timeout_s):
+            parallel.follow_schedule(training.scheduler)
     return parallel

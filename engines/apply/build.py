@@ -16,7 +16,7 @@ from engines.data.microbatches import LossWeight
 from engines.experts.experts import Experts
 from engines.legality import numerics
 from engines.offload.pool import OffloadPool
-from engines.parallel import LossFn
+from engines.parallel import LossFn, SchedulerFactory
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World
@@ -45,6 +45,7 @@ class Training:
     measure_noise: bool
     on_nonfinite: OnNonfinite
     check_replicas_every: int
+    scheduler: SchedulerFactory | None
 
 
 @dataclass(slots=True)

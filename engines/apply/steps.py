@@ -33,7 +33,7 @@ from engines.data.microbatches import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY, require_every
 from engines.offload.pool import Folder
 from engines.optional.manual_placement import with_devices_of
-from engines.parallel import LossFn, ParallelModel
+from engines.parallel import LossFn, ParallelModel, SchedulerFactory
 from engines.plan import Plan
 from engines.runtime.world import World, join_world, rank_error_context
 from engines.state.optimizer import OptimizerFactory
@@ -52,6 +52,7 @@ def apply_plan(
     cluster: ClusterProfile,
     loss_fn: LossFn | None = None,
     optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    scheduler: SchedulerFactory | None = None,
     loss_weight: LossWeight | None = None,
     max_grad_norm: float | None = None,
     sample: Batch | None = None,
@@ -79,6 +80,8 @@ def apply_plan(
         loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None
             where the model returns its loss.
         optimizer: a factory, an optimizer built on `model`, or None for AdamW.
+        scheduler: a factory: `lambda optimizer: LambdaLR(optimizer, ...)`. What it makes is stepped
+            after every step of the optimizer, and is part of checkpoints.
         loss_weight: number of terms that the mean loss of a microbatch is a mean over, where it is
             neither its rows nor what the profile saw (`loss_terms`):
             `lambda batch: batch["mask"].sum()`.
@@ -120,6 +123,7 @@ def apply_plan(
         measure_noise,
         reaction_of(on_nonfinite),
         require_every(check_replicas_every),
+        scheduler,
     )
     profile, world = with_devices_of(profile, model), world or join_world()
     build = Build(model, plan, profile, cluster, world, training)

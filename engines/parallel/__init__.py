@@ -6,3 +6,4 @@ mechanisms themselves, which it calls, and the order in which a plan is applied 
 
 from engines.parallel.model import LossFn as LossFn
 from engines.parallel.model import ParallelModel as ParallelModel
+from engines.parallel.scheduling import SchedulerFactory as SchedulerFactory

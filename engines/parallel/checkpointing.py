@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +17,7 @@ from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.optional.async_updates.exchange import UpdateExchange
+from engines.parallel.scheduling import SchedulingMixin
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.random_states import random_states, restore_random_states
@@ -45,17 +45,15 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
-class CheckpointMixin:
+class CheckpointMixin(SchedulingMixin):
     """Checkpoints and state dicts: whole tensors under the names of the user's own module.
 
     Attributes:
         step: optimizer steps of the training so far, those before a load included.
     """
 
-    step: int
     plan: Plan
     module: nn.Module
-    optimizer: torch.optim.Optimizer
     _buffers_before: list[tuple[int, int]] | None = None
     _checksums: ReplicaChecksums
     _exchange: UpdateExchange
@@ -148,7 +146,7 @@ class CheckpointMixin:
         self._follow_first_replica(every_buffer=True)
         self._finite.require_savable(self._job)
         self._checksums.require_equal(step)
-        with self._exchange.saving() as writers:
+        with self._exchange.saving() as writers, self._probing():
             if not self._exchange.keeps_states:
                 return CheckpointSave.done(root / f"step-{step:08d}")
             states = states_to_save(
@@ -158,7 +156,7 @@ class CheckpointMixin:
                 outer=self._exchange.outer_states(),
                 replica=self._exchange.states_of,
             )
-            self.step = step  # torch makes missing optimizer states by a step of zeros
+            self.step = step  # servers step while others come to save
             saving = start_saving(
                 root,
                 states,
@@ -204,7 +202,7 @@ class CheckpointMixin:
         # Ranks that servers exchange with have the whole model each, and load without the others.
         everyone = Alone(self._job.rank) if self.plan.servers else peers_of(self._job, None)
         saved = open_save(root, step=step, peers=everyone, verify=verify)
-        with self._exchange.loading():
+        with self._exchange.loading(), self._probing():
             states = StatesToLoad(
                 self.module,
                 self.optimizer if self._exchange.keeps_states else empty_optimizer(),

@@ -76,7 +76,8 @@ class FitMixin(CheckpointMixin):
             save_every: steps between saves in the background; the end of the training is saved too.
             keep_last: newest saves to retain; None: all.
             resume: None starts anew; older saves in the folder stay.
-            scheduler: stepped after each step, saved and resumed.
+            scheduler: stepped after each step, saved and resumed; one that a factory made
+                (`scheduler=` of `auto_parallelize`) is so without being given here.
             on_step: called after each step with its number and its loss.
             grace_s: that the scheduler leaves from a signal to its kill: the save at the end waits
                 that long for other ranks, beyond what the disk takes.
@@ -93,6 +94,14 @@ class FitMixin(CheckpointMixin):
                 where="parallel.fit",
                 hints=["step it in `on_step`, and keep it with `parallel.register`"],
             )
+        if scheduler is not None and self.scheduler is not None:
+            if scheduler is not self.scheduler:
+                raise InputError(
+                    "there are two schedulers: this one, and the one that steps already",
+                    where="parallel.fit",
+                    hints=["leave one out; two make one by `ChainedScheduler([...])`"],
+                )
+            scheduler = None  # it steps with the optimizer
         sharded = loader if isinstance(loader, ShardedLoader) else self.shard(loader)
         if scheduler is not None and all(
             scheduler is not known for known in self._objects.values()

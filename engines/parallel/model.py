@@ -34,6 +34,7 @@ from engines.parallel.async_updates import AsyncUpdatesMixin
 from engines.parallel.checkpointing import Stateful
 from engines.parallel.fit import FitMixin
 from engines.parallel.guarding import GuardingMixin
+from engines.parallel.interop import InteropMixin
 from engines.parallel.monitoring import MonitoringMixin
 from engines.parallel.naming import NamingMixin
 from engines.parallel.recovery import RecoveryMixin
@@ -66,6 +67,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
     FitMixin,
     GuardingMixin,
     RecoveryMixin,
+    InteropMixin,
     nn.Module,
 ):
     """A model under a plan: train it with `train_step`, or in a classic loop.
@@ -167,7 +169,6 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             and ((is_replicated and not is_wrapped) or (mesh.shards and not parameter.dim()))
         ]
         require = pipeline.require_equal_pieces if pipeline is not None else None
-        require = context.require if context is not None else require
         self._cutter = MicrobatchCutter(
             module,
             plan,
@@ -175,7 +176,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             world=world,
             loss_weight=loss_weight,
             replica=mesh.data.position,
-            require=require,
+            require=context.require if context is not None else require,
         )
         self._finite = FiniteGuard(module, world, on_nonfinite)
         self._checksums = ReplicaChecksums(
@@ -282,6 +283,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         or periodic updates gradients are those of the rank's own part.
         """
         self._require_own_batch()
+        self._require_own_exchange()
         return self._redone(lambda: self._forward_backward(batch))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
@@ -296,7 +298,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             total = self._run(pieces, weights)
         self._finish_gradients()
         self._own.note_exchange()
-        self._is_pending = self._is_unchecked = False
+        self._is_pending = self._is_unchecked = self._is_local = False
         self._check_unused()
         self._note_changed_buffers()
         self.steps.pace = self._own.compare() or self.steps.pace
@@ -405,18 +407,13 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         if pipeline is not None:
             pipeline.sum_ties()
 
-    def _count_step(self, *_: object) -> None:
-        self.step += 1
-
-    def _mark_pending(self, _: Tensor) -> None:
-        self._is_pending = self._is_unchecked = True
-
     def _before_update(self, *_: object) -> None:
         self._finish_pending()
         self._check_update()
 
     def _finish_pending(self) -> None:
         """After a backward of a classic loop, before its gradients are used."""
+        self._require_exchanged()
         if self._is_pending:
             self._is_pending = False
             self._finish_gradients()

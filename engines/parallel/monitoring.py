@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from engines.data.noise_scale import NoiseMeter, NoiseScale
 from engines.offload.pool import OffloadPool
+from engines.parallel.scheduling import base_rates
 from engines.plan import Plan
 from engines.runtime.learning_rate import Rates, ScaledRate, ScalingRule
 from engines.runtime.peak_memory import PeakMemory, gather_peaks, measure_peak
@@ -22,6 +23,7 @@ class MonitoringMixin:
 
     plan: Plan
     offload_pool: OffloadPool | None
+    scheduler: LRScheduler | None
     steps: Steps
     _job: World
     _rates: Rates
@@ -92,7 +94,8 @@ class MonitoringMixin:
             batch: samples per step from now on; by default the plan's global batch.
             rule: "linear" or "sqrt"; by default linear for SGD and square root for the others.
                 "noise" keeps SGD's noise scale g, and needs `samples`.
-            scheduler: an existing one, which remembers the rates it started from.
+            scheduler: an existing one, which remembers the rates it started from; by default the
+                one that was made by the factory given.
             samples: in the training set, for "noise" and the length of SGD's warm-up in steps.
 
         Raises:
@@ -105,7 +108,7 @@ class MonitoringMixin:
                 where=f"plan: {self.plan}",
                 hints=["give `batch=`, the samples of a step over all ranks"],
             )
-        base_rates = [] if scheduler is None else [scheduler.base_lrs]
+        rates = base_rates(scheduler or self.scheduler)
         return self._rates.scale(
-            tuned_at=tuned_at, batch=batch, rule=rule, base_rates=base_rates, samples=samples
+            tuned_at=tuned_at, batch=batch, rule=rule, base_rates=rates, samples=samples
         )

@@ -1,0 +1,182 @@
+"""Loops and code of one's own around a model under a plan: a part of ParallelModel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from engines.data.fsdp import prepare_backward
+from engines.optional.async_updates.exchange import UpdateExchange
+from engines.plan import Plan
+from engines.runtime.mesh import Mesh
+from engines.runtime.world import World, rank_error_context, sum_over_ranks
+from profiles.errors import InputError, PlanError
+
+Module = TypeVar("Module", bound=nn.Module)
+Number = float | Tensor
+
+
+class InteropMixin(nn.Module):
+    """The user's module by its own names, gradient accumulation and metrics of one's own loop."""
+
+    plan: Plan
+    module: nn.Module
+    state_dict: Callable[..., dict[str, Any]]  # type: ignore[assignment]
+    _backward_mode: Callable[..., Any]
+    _exchange: UpdateExchange
+    _is_accumulating: bool = False
+    _is_local: bool = False
+    _is_pending: bool
+    _is_unchecked: bool
+    _mesh: Mesh
+    _world: World
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the user's module: `parallel.config`, `parallel.generate(...)`.
+
+        Methods of the module are there under every plan, and raise a `PlanError` where this rank
+        has a part of the model only: they would run that part, or wait for other ranks.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("_") or not hasattr(module, name):
+                raise
+        value = getattr(module, name)
+        if inspect.ismethod(value) and value.__self__ is module and not self._is_whole:
+            return self._refused(name)
+        return value
+
+    @property
+    def _is_whole(self) -> bool:
+        """True if the user's module runs on this rank as it would alone."""
+        mesh = self._mesh
+        axes = mesh.pp, mesh.tp, mesh.ep
+        is_split = self.plan.cp > 1 or any(axis.size > 1 for axis in axes)
+        return not is_split and mesh.shards is None and not self.plan.servers
+
+    def _refused(self, name: str) -> Callable[..., Any]:
+        def refused(*args: object, **kwargs: object) -> None:
+            raise PlanError(
+                f"`{name}` runs the whole model, this rank has a part of it",
+                where=f"plan: {self.plan}",
+                hints=[
+                    f"`parallel.unwrap(into=Model(...)).{name}(...)` runs a whole copy, made of a"
+                    " model that was built like the one given",
+                    "or train under a plan that keeps it whole: `dp_replicate`, without `zero`",
+                ],
+            )
+
+        return refused
+
+    def unwrap(self, into: Module | None = None) -> Module:
+        """The user's own module, with whole parameters that are up to date; all ranks call it.
+
+        Under plans that split the model there is none: `into`, built like the model that was given,
+        is filled with the parameters and buffers, and returned.
+
+        Raises:
+            PlanError: this rank has a part of the model, and there is no `into`.
+        """
+        if into is not None:
+            into.load_state_dict(self.state_dict())
+            return into
+        if not self._is_whole:
+            raise PlanError(
+                "there is no whole model on this rank to unwrap",
+                where=f"plan: {self.plan}",
+                hints=[
+                    "give one to be filled: `parallel.unwrap(into=Model(...))`",
+                    "`parallel.save(folder)` and `parallel.state_dict()` need none",
+                ],
+            )
+        self._exchange.synchronise()
+        return cast(Module, self.module)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around the forwards and backwards of a loop of one's own, all but the last before a step:
+        gradients are accumulated, and exchanged once, in the backward after it.
+
+            for number, (inputs, target) in enumerate(microbatches):
+                is_last = number == len(microbatches) - 1
+                with nullcontext() if is_last else parallel.no_sync():
+                    (loss_fn(parallel(inputs), target) / len(microbatches)).backward()
+            parallel.optimizer.step()
+
+        What each plan exchanges in between is as in `train_step`: ZeRO-2 and ZeRO-3 keep shards of
+        gradients, and reduce them in every backward.
+
+        Raises:
+            PlanError: the plan has stages. InputError: the optimizer steps before a backward
+                outside of it.
+        """
+        if self.plan.pp > 1:
+            raise PlanError(
+                "a pipeline has no backward of its own to accumulate in",
+                where=f"plan: {self.plan}",
+                hints=["`train_step(batch)` accumulates: `microbatches=`, `accumulation=`"],
+            )
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            with self._backward_mode(False):
+                yield
+        finally:
+            self._is_accumulating = before
+            if isinstance(self.module, FSDPModule) and not before:
+                prepare_backward(self.module, self.plan, last=True)
+
+    def _mark_pending(self, _: Tensor) -> None:
+        """In each backward of a classic loop."""
+        self._is_pending = self._is_unchecked = True
+        self._is_local = self._is_accumulating
+
+    def _require_exchanged(self) -> None:
+        """Before a step of the optimizer, and before gradients are read."""
+        if self._is_local or self._is_accumulating:
+            raise InputError(
+                "the last backward was inside of `no_sync`: its gradients were not exchanged",
+                where=f"plan: {self.plan}",
+                hints=["run the last forward and backward before the step outside of it"],
+            )
+
+    def _require_own_exchange(self) -> None:
+        """Before a step that accumulates by itself."""
+        if self._is_accumulating:
+            raise InputError(
+                "`train_step` inside of `no_sync`: it exchanges gradients itself, once a step",
+                hints=['its accumulation is the plan\'s: `plan="accumulation=4"`'],
+            )
+
+    @rank_error_context("averaging metrics")
+    def global_mean(self, metrics: Mapping[str, Number], *, count: float) -> dict[str, float]:
+        """The means of metrics over the global batch, the same on every rank; all ranks call it.
+
+        Args:
+            metrics: means over this rank's part, 0-d or numbers: {"accuracy": hits / len(target)}.
+            count: samples, tokens or whatever they are means over; 0 where this rank has none.
+
+        Under periodic and asynchronous updates they are this rank's own.
+
+        Raises:
+            InputError: a metric is more than one number, or there is nothing anywhere to count.
+        """
+        values = []
+        for name, value in metrics.items():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise InputError(
+                    f"metric `{name}` is {tuple(value.shape)}, it must be one number",
+                    where="parallel.global_mean",
+                    hints=["give its mean over this rank's part, and their number as `count=`"],
+                )
+            values.append(float(value) * count if count else 0.0)
+        total, *sums = sum_over_ranks([float(count), *values], self._world)
+        if not total:
+            raise InputError("no rank has anything to count", where="parallel.global_mean")
+        return {name: summed / total for name, summed in zip(metrics, sums, strict=True)}
