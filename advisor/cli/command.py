@@ -63,7 +63,7 @@ class Advise(click.Group):
             is_said = _is_first_to_speak()
             if "--debug" in words:
                 traceback.print_exception(error)
-            sys.exit(_report(error, colour="--no-color" not in words, is_said=is_said))
+            sys.exit(report_error(error, colour="--no-color" not in words, is_said=is_said))
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -91,7 +91,7 @@ def _is_first_to_speak() -> bool:
     return True
 
 
-def _report(error: Exception, *, colour: bool, is_said: bool) -> int:
+def report_error(error: Exception, *, colour: bool, is_said: bool) -> int:
     """Print an error to stderr if `is_said`; return its exit code."""
     match error:
         case AdvisorError():

@@ -28,6 +28,7 @@ from advisor.cli.machines import look, only_first_rank, timed_here
 from advisor.cli.options import facts_of
 from advisor.cli.run import run
 from advisor.cli.sweep import sweep
+from advisor.cli.verify import verify
 from advisor.inputs.console import progress, show_on_screen, writable, write
 from profiles.errors import InputError
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from advisor.inputs.models import LoadedModel
 
-OF_A_JOB = ("check", "plan", "probe", "run", "sweep")  # ranks may all have to take part
+OF_A_JOB = ("check", "plan", "probe", "run", "sweep", "verify")  # ranks may all have to take part
 sequence_option = click.option(
     "--seq",
     callback=tokens,
@@ -439,6 +440,7 @@ def demo(ranks: int, partial: str, steps: int | None, no_color: bool) -> None:
 cli.add_command(check)
 cli.add_command(run)
 cli.add_command(sweep)
+cli.add_command(verify)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from engines.apply import apply_plan
 from engines.data.loader import split_rows_evenly
 from engines.parallel import ParallelModel
+from engines.parallel.parity import relative as relative
 from engines.plan import Plan
 from profiles.capture.batch import Batch, call_model, loss_of
 from profiles.capture.batch_rows import split_rows
@@ -150,9 +151,3 @@ def reference_loss(model: torch.nn.Module, case: Case, batch: Batch) -> Tensor:
     """The mean loss of a whole global batch on one process."""
     output = call_model(model, batch, has_target=case.loss_fn is not None)
     return loss_of(output, batch, case.loss_fn)
-
-
-def relative(got: Tensor, wanted: Tensor) -> float:
-    """Largest difference over the largest value wanted."""
-    scale = wanted.abs().max().item() or 1.0
-    return (got - wanted).abs().max().item() / scale

@@ -7,12 +7,13 @@ from torch import nn
 
 from engines.apply import Proofs
 from engines.parallel import ParallelModel
+from engines.parallel.parity import relative_errors
 from engines.plan import Plan
 from engines.tensor.proposal import propose_styles
 from tests.engines.cases import Case, profile_of
 from tests.engines.parity import local_rows, reference_loss, relative, spread
 from tests.engines.shared_parameters import OUTSIDE
-from tests.matrix.cell import TOLERANCE, relative_errors
+from tests.matrix.cell import TOLERANCE
 from tests.workers import Pool
 
 ROWS = 8

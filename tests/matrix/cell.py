@@ -1,9 +1,6 @@
 """One cell: a model under a plan beside the same model on one process, on every rank of the plan.
 
-Errors are relative. That of the loss: to the loss. That of a parameter's gradient: its largest
-difference over the largest element wanted of that parameter, but of at least `ZERO` of the largest
-gradient of the model. A gradient that is zero but for rounding has no size of its own: the bias of
-the keys of an attention (softmax does not see it), a bias before a norm.
+Errors are relative, as `engines.parallel.parity` defines them.
 
 Each rank compares whole gradients, gathered from the ranks that hold them. One process takes the
 same microbatches one after another, as gradient accumulation does: a loss over pairs of rows
@@ -25,6 +22,7 @@ from torch import Tensor, nn
 
 from engines.apply import apply_plan
 from engines.data.loader import split_rows_evenly
+from engines.parallel.parity import largest_difference
 from engines.plan import Plan
 from profiles.capture.batch import call_model, loss_of
 from profiles.capture.batch_rows import split_rows
@@ -33,7 +31,6 @@ from tests.engines.cases import cpu_ranks
 from tests.matrix.architectures import ROWS, architecture_of
 
 TOLERANCE = 1e-5
-ZERO = 1e-3
 
 
 @dataclass(frozen=True)
@@ -65,18 +62,8 @@ def difference(name: str, plan: Plan, profile: ModelProfile) -> Difference:
     loss = float(parallel.forward_backward(parts[parallel.data_rank]))
     got = parallel.full_gradients()
     assert got.keys() == wanted.keys(), f"not in both: {sorted(got.keys() ^ wanted.keys())}"
-    errors = relative_errors(got, wanted)
-    worst = max(errors, key=lambda parameter: errors[parameter])
-    return Difference(abs(loss - wanted_loss) / abs(wanted_loss), errors[worst], worst)
-
-
-def relative_errors(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """By parameter, as the head of this file says."""
-    least = ZERO * max(gradient.abs().max().item() for gradient in wanted.values())
-    return {
-        name: (got[name] - gradient).abs().max().item() / max(gradient.abs().max().item(), least)
-        for name, gradient in wanted.items()
-    }
+    worst = largest_difference(got, wanted)
+    return Difference(abs(loss - wanted_loss) / abs(wanted_loss), worst.value, worst.name)
 
 
 @functools.lru_cache(maxsize=1)

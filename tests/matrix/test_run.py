@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("transformers")
 
+from engines.parallel.parity import relative_errors
 from engines.plan import Plan
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
 from tests.matrix import __main__ as command
 from tests.matrix import run
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.cell import Difference, relative_errors
+from tests.matrix.cell import Difference
 from tests.matrix.plans import PLANS
 from tests.matrix.results import Cell, Outcome, Results
 from tests.workers import Pool

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import FrameType
-
+from advisor.auto.local_ranks import run_local_ranks
 from advisor.inputs.console import say
 from engines.plan import AXES, PartialPlan, Plan
-from profiles.errors import InputError, PlanError, RankError
+from profiles.errors import InputError, PlanError
 from profiles.machine.host import machine_cores, machine_memory_bytes
-from profiles.machine.launcher import LOOPBACK, loopback_environment
 from profiles.units import GIB, format_gib
 
 GLOBAL_BATCH = 16
@@ -43,19 +33,15 @@ def run(*, ranks: int, plan: str, steps: int | None) -> int:
     cores = machine_cores()
     if ranks > cores:
         say(f"note: {ranks} ranks on {cores} cores take turns: steps are slow, and vary")
-    with tempfile.TemporaryDirectory() as folder:
-        exit_code = Path(folder) / "exit-code"
-        command = [sys.executable, "-m", "torch.distributed.run", *LOOPBACK]
-        command += ["--nproc-per-node", str(ranks), "-m", "advisor.tutorial.demo.train"]
-        command += ["--exit-code", str(exit_code)]
-        command += ["--plan", plan] if plan else []
-        command += ["--steps", str(steps)] if steps is not None else []
-        # torchrun leaves files in TMPDIR; this folder is deleted at the end.
-        threads = str(max(1, cores // ranks))
-        given = {"OMP_NUM_THREADS": threads, **loopback_environment(), **os.environ}
-        environment = {**given, "TMPDIR": folder}
-        failed = _wait(command, environment)
-        return int(exit_code.read_text()) if exit_code.exists() else failed
+    words = ["--plan", plan] if plan else []
+    words += ["--steps", str(steps)] if steps is not None else []
+    return run_local_ranks(
+        ["advisor.tutorial.demo.train"],
+        words,
+        ranks=ranks,
+        limit_s=TIME_LIMIT_S,
+        name="the demo",
+    )
 
 
 def _require_room(ranks: int) -> None:
@@ -76,34 +62,3 @@ def _require_room(ranks: int) -> None:
             where="--ranks",
             hints=[hint],
         )
-
-
-def _wait(command: list[str], environment: dict[str, str]) -> int:
-    """Return the exit code of `command`; end it and its ranks if this process ends for any
-    reason."""
-    with _terminable():
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
-        try:
-            return process.wait(timeout=TIME_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise RankError(f"the demo did not end within {TIME_LIMIT_S:.0f} s") from None
-        finally:
-            # Nothing needs saving, so the launcher is killed at once. It has no time to kill its
-            # ranks, which exit when the folder is deleted (see `advisor.tutorial.demo.train`).
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM run `finally` clauses, as an interrupt does."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)  # shell convention
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch.utils.data import DataLoader, Subset
 
+from advisor.auto.local_ranks import ended_with
 from advisor.auto.parallelize import advise, auto_parallelize
 from advisor.cost.breakdown import Estimate
 from advisor.decide.decision import Decision
@@ -47,7 +46,6 @@ WARM_UP_STEPS = 2  # first steps allocate memory and build communication buckets
 LEARNING_RATE = 3e-4
 SEED = 0  # the same weights and batches in every run
 CHECKPOINT = Path("runs/demo")
-WATCH_EVERY_S = 0.5
 BENCH_S = 10.0
 
 
@@ -72,7 +70,7 @@ def main(plan: str | None, steps: int | None, exit_code: Path) -> None:
     Errors before training that all ranks share (a rejected plan, say) are not process failures:
     rank 0 prints them and writes the exit code of the command to the file `exit_code`.
     """
-    with _ended_with(exit_code.parent):
+    with ended_with(exit_code.parent):
         try:
             _demo(plan, steps, exit_code)
         finally:
@@ -101,26 +99,6 @@ def _demo(plan: str | None, steps: int | None, exit_code: Path) -> None:
     if screen:
         assert isinstance(parallel.decision, Decision)
         click.echo(comparison(parallel.decision.estimate, run, CHECKPOINT, ranks=ranks))
-
-
-@contextmanager
-def _ended_with(folder: Path) -> Iterator[None]:
-    """Exit when `folder` is deleted, as `advise demo` does when it ends. Ranks whose launcher was
-    killed would otherwise wait for each other."""
-    is_over = threading.Event()
-
-    def watch() -> None:
-        while not is_over.wait(WATCH_EVERY_S):
-            if not folder.is_dir():
-                os._exit(1)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        watcher.join()
 
 
 def _parallel_model(

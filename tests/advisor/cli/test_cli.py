@@ -60,7 +60,19 @@ OPTIONS = {
     "--why-not",
 }
 EIGHT = ("--cluster", "8xH100-SXM-80GB")
-COMMANDS = ["check", "demo", "explain", "plan", "probe", "profile", "run", "show", "sweep", "tree"]
+COMMANDS = [
+    "check",
+    "demo",
+    "explain",
+    "plan",
+    "probe",
+    "profile",
+    "run",
+    "show",
+    "sweep",
+    "tree",
+    "verify",
+]
 
 IMPORTED = """
 import sys

@@ -12,11 +12,11 @@ from torch import nn
 from advisor.decide.decision import Decision
 from advisor.inputs.bundled.gpt import GPT, SHAPES, GPTConfig, loss
 from engines.apply import apply_plan
+from engines.parallel.parity import relative_errors
 from engines.plan import load_plan
 from profiles.capture.batch import Batch, LossFn, call_model, loss_of
 from tests.advisor.decide import fixed_heads
 from tests.engines.cases import cpu_ranks
-from tests.matrix.cell import relative_errors
 
 ROWS, TOKENS = 2, 16
 IDS = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) % 90 + 3  # none of the special tokens

@@ -1,0 +1,108 @@
+"""`advise verify`: plans that train like one process, and models that do not under one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from advisor.auto.verify import Verified, VerifyRequest, verify
+from profiles.errors import AdvisorError
+from tests.nightly import nightly
+from tests.workers import Pool
+
+SUBJECTS = "tests.advisor.auto.verify_subjects"
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def verified(factory: str, plan: str, precision: str | None = None) -> Verified | str | None:
+    """The result or the error of rank 0; None on the others."""
+    try:
+        return verify(VerifyRequest(f"{SUBJECTS}:{factory}", plan, precision=precision))
+    except AdvisorError as error:
+        return f"{type(error).__name__}: {error.what}"
+
+
+def of_two_ranks(pool: Pool, *words: str) -> Verified:
+    result, other = pool.run(verified, *words, world_size=2)
+    assert isinstance(result, Verified), result
+    assert other is None
+    return result
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "plan",
+    ["tp=2", "dp_shard=2", *nightly("dp_replicate=2", "pp=2", "dp_replicate=2 zero=1")],
+)
+def test_a_plan_that_trains_like_one_process_is_equal(pool: Pool, plan: str) -> None:
+    result = of_two_ranks(pool, "build", plan)
+    assert result.is_equal
+    assert result.rows == 8
+    assert result.notes == []
+    assert result.gradients.value < 1e-5 < result.tolerance.value
+
+
+@pytest.mark.dist
+def test_a_model_that_depends_on_its_rank_is_found_with_the_parameter(pool: Pool) -> None:
+    result = of_two_ranks(pool, "of_one_rank", "dp_replicate=2")
+    assert not result.is_equal
+    assert result.gradients.value > 1e-3
+    assert result.gradients.name in {f"{m}.{p}" for m in ("up", "down", "head") for p in PARTS}
+
+
+PARTS = "weight", "bias"
+
+
+@pytest.mark.dist
+def test_statistics_over_a_batch_are_compared_on_the_same_microbatches(pool: Pool) -> None:
+    result = of_two_ranks(pool, "with_batch_norm", "dp_replicate=2")
+    assert result.is_equal
+    assert len(result.notes) == 1
+    assert "`middle` takes statistics over them" in result.notes[0]
+
+
+@pytest.mark.dist
+def test_dropout_is_left_out_and_bf16_has_its_own_tolerance(pool: Pool) -> None:
+    result = of_two_ranks(pool, "with_dropout", "dp_shard=2", "bf16")
+    assert result.is_equal
+    assert 1e-4 < result.gradients.value < result.tolerance.value
+    assert "the model draws random numbers (dropout)" in result.notes[0]
+
+
+@pytest.mark.dist
+def test_rows_that_hide_an_exchange_are_named_and_too_few_are_refused(pool: Pool) -> None:
+    assert (
+        "all replicas have the same rows"
+        in of_two_ranks(pool, "of_equal_rows", "dp_replicate=2").notes[0]
+    )
+    text, _ = pool.run(verified, "of_one_row", "dp_replicate=2", world_size=2)
+    assert isinstance(text, str)
+    assert text.startswith("InputError: the sample has 1 row, ")
+    text, _ = pool.run(verified, "build", "dp_replicate=2 compression=powersgd", world_size=2)
+    assert text == "PlanError: this plan is not meant to equal one process: it changes the training"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_the_command_starts_its_ranks_and_ends_without_a_traceback(tmp_path: Path) -> None:
+    for factory, plan, code, said in (
+        ("of_one_rank", "dp_replicate=2", 1, "does NOT train like one process"),
+        ("of_one_row", "dp_replicate=2", 2, "error: the sample has 1 row"),
+    ):
+        words = ["verify", f"{SUBJECTS}:{factory}", "--plan", plan]
+        ended = subprocess.run(
+            [sys.executable, "-m", "advisor", *words],
+            cwd=ROOT,
+            env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert ended.returncode == code, ended.stderr
+        assert said in ended.stdout + ended.stderr
+        assert (ended.stdout + ended.stderr).count(said) == 1
+        assert "Traceback" not in ended.stderr
