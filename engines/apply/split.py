@@ -58,7 +58,13 @@ def split(build: Build) -> None:
         )
     if plan.ep > 1:
         with all_ranks_succeed("sharding the experts over ep", timeout_s=world.timeout_s):
-            build.experts = Experts(model, mesh.ep, mesh.expert_copies, replicas=mesh.replicas.size)
+            build.experts = Experts(
+                model,
+                mesh.ep,
+                mesh.expert_copies,
+                replicas=mesh.replicas.size,
+                local=build.local,
+            )
     build.layout.lay_out(stages=build.pipeline, split=build.tensor, experts=build.experts)
     if build.sequence is not None:
         build.context = Context(model, build.sequence, mesh.cp)

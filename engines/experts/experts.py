@@ -1,9 +1,16 @@
-"""A model whose experts are shared by the ranks of the ep axis."""
+"""A model whose experts are shared by the ranks of the ep axis.
+
+In a pipeline a rank shares the experts of its own stages, with ranks of the same stages. No rank
+waits for ever: those of an ep group run the same schedule over as many microbatches, recompute
+included, and a forward or backward makes the same all-to-alls whatever the tokens choose, so the
+group calls them in one order. Merge each action of a schedule over all replicas, and what waits for
+what is the order of one pipeline, which has no cycle.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,16 +33,26 @@ class Experts:
     """The sharded experts of a model.
 
     Attributes:
-        names: first names of their parameters, of which this rank holds its slices.
+        names: first names of their parameters, of which ranks hold slices; in a pipeline those of
+            all stages.
     """
 
-    def __init__(self, model: nn.Module, axis: Axis, copies: Axis, *, replicas: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        copies: Axis,
+        *,
+        replicas: int,
+        local: Container[str] | None = None,
+    ) -> None:
         """Shard the experts of `model`, in place, and dispatch tokens to them.
 
         Args:
             axis: the ep axis, over which experts are sharded.
             copies: the ranks that hold the same experts.
             replicas: ranks over which gradients are averaged.
+            local: first names of the parameters of this rank's stages, in a pipeline.
 
         Raises:
             PlanError: there are none, or they cannot be sharded.
@@ -51,18 +68,18 @@ class Experts:
                 hints=["set ep=1; experts in a list are called one by one by their block's code"],
             )
         self.names: set[str] = set()
-        tried: set[object] = set()
+        own: dict[str, nn.Module] = {}
         for path, module in modules.items():
-            shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
-            kind = (type(module), tuple(shapes.items()))
-            if kind not in tried:
-                require_separable(path, module, size=axis.size)
-                tried.add(kind)
-            self.names |= {first[p] for p in module.parameters(recurse=False)}
-        for module in modules.values():
+            names = {first[p] for p in module.parameters(recurse=False)}
+            self.names |= names
+            if local is None or all(name in local for name in names):
+                own[path] = module
+        _require_all_separable(own, size=axis.size)
+        for module in own.values():
             _shard(module, axis)
-        self._modules = list(modules.values())
-        self._parameters = [model.get_parameter(name) for name in sorted(self.names)]
+        self._modules = list(own.values())
+        here = (name for name in sorted(self.names) if local is None or name in local)
+        self._parameters = [model.get_parameter(name) for name in here]
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -74,7 +91,7 @@ class Experts:
         return dict.fromkeys(self.names, EXPERTS_FIRST)
 
     def release(self) -> list[nn.Module]:
-        """The modules that hold experts; the caller averages their gradients from now on."""
+        """The modules that hold experts here; the caller averages their gradients from now on."""
         self._parameters = []
         return self._modules
 
@@ -91,6 +108,17 @@ class Experts:
             for parameter in trainable:
                 assert parameter.grad is not None
                 parameter.grad /= self._replicas
+
+
+def _require_all_separable(modules: Mapping[str, nn.Module], *, size: int) -> None:
+    """Try one module of each kind."""
+    tried: set[object] = set()
+    for path, module in modules.items():
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
+        kind = (type(module), tuple(shapes.items()))
+        if kind not in tried:
+            require_separable(path, module, size=size)
+            tried.add(kind)
 
 
 def _shard(module: nn.Module, axis: Axis) -> None:

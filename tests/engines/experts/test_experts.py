@@ -23,6 +23,7 @@ from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile, Numerics
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import local_rows, relative, sgd, state_error
+from tests.nightly import nightly
 from tests.workers import Pool
 
 
@@ -96,13 +97,33 @@ def test_neighbours_on_the_data_axes_share_experts(pool: Pool) -> None:
 
 
 def build(name: str) -> tuple[nn.Module, Batch]:
+    """A model and a batch of it; all tokens of a `starved` mixtral go to the same two experts."""
     from tests import zoo
 
     torch.manual_seed(0)
-    model = zoo.mixtral() if name == "mixtral" else zoo.ARCHITECTURES[name][0]()
+    model = zoo.ARCHITECTURES[name][0]() if name in zoo.ARCHITECTURES else zoo.mixtral()
+    if name == "starved":
+        for gate in (module.gate for module in model.modules() if hasattr(module, "gate")):
+            with torch.no_grad():
+                gate.weight.zero_()
     model.config.use_cache = False  # recompute would fill it twice
     ids = torch.arange(4 * 16).reshape(4, 16) % 90 + 3
     return model.eval(), {"input_ids": ids, "labels": ids}
+
+
+def test_experts_of_a_starved_rank_get_no_token() -> None:
+    pytest.importorskip("transformers")
+    model, batch = build("starved")
+    model(**batch).loss.backward()
+    for name, weight in model.named_parameters():
+        if weight.dim() == 3:
+            assert weight.grad is not None, name
+            none, some = sorted(half.abs().max() for half in weight.grad.chunk(2))
+            assert none == 0 < some
+
+
+STAGED = "pp=2 microbatches=2 stages=model.layers.2"
+FOLDED = "pp=2 microbatches=2 stages=model.layers.0,model.layers.1,model.layers.2"
 
 
 def differences(name: str, plan: str) -> tuple[float, float, float, int]:
@@ -159,6 +180,18 @@ def differences(name: str, plan: str) -> tuple[float, float, float, int]:
         ("mixtral", "dp_replicate=2 ep=2 zero=1 accumulation=2 recompute=selective"),
         ("mixtral", "dp_replicate=2 cp=2 ep=2"),
         ("Qwen 3 MoE", "dp_replicate=2 ep=2"),
+        ("mixtral", f"dp_replicate=2 ep=2 schedule=1f1b {STAGED}"),
+        ("mixtral", f"dp_shard=2 ep=2 schedule=gpipe recompute=full {STAGED}"),
+        ("starved", f"dp_replicate=2 ep=2 schedule=zbv {FOLDED}"),
+        ("DeepSeek-V3", f"dp_replicate=2 ep=2 zero=1 schedule=interleaved {FOLDED}"),
+        *nightly(
+            ("mixtral", f"dp_replicate=2 ep=2 zero=2 schedule=1f1b {STAGED}"),
+            ("starved", f"dp_replicate=2 ep=2 schedule=zero_bubble {STAGED}"),
+            ("starved", f"dp_shard=2 ep=2 schedule=1f1b {STAGED}"),
+            ("mixtral", "pp=2 dp_replicate=2 ep=2 schedule=naive stages=model.layers.2"),
+            ("Qwen 3 MoE", f"dp_shard=2 ep=2 schedule=1f1b {STAGED}"),
+            ("DeepSeek-V3", f"dp_replicate=2 ep=2 schedule=zbv {FOLDED}"),
+        ),
     ],
 )
 def test_shared_experts_train_like_one_process(pool: Pool, name: str, plan: str) -> None:
@@ -167,7 +200,7 @@ def test_shared_experts_train_like_one_process(pool: Pool, name: str, plan: str)
     results = pool.run(differences, name, plan, world_size=parsed.world_size)
     for loss, gradients, parameters, experts in results:
         assert max(loss, gradients, parameters) < 1e-5
-        if name == "mixtral":
+        if name == "mixtral" and parsed.pp == 1:
             copies = parsed.data_degree * parsed.cp // parsed.ep
             assert experts == 3 * 4 / parsed.ep / (copies if parsed.shards_experts else 1)
 
@@ -197,16 +230,16 @@ def test_experts_compute_in_bf16_where_the_plan_says_so(pool: Pool, plan: str) -
     assert max(pool.run(half, f"{plan} precision=bf16", world_size=2)) < 5e-3
 
 
-def across_plans(folder: str) -> float:
-    """Experts saved by two ranks that share them, read where nothing is shared, and back."""
+def across_plans(folder: str, text: str) -> float:
+    """Experts saved by ranks that share them, read where nothing is shared, and back."""
     model, batch = build("mixtral")
-    reference = copy.deepcopy(model)
-    profile, cluster = capture(model, batch, name="mixtral"), cpu_ranks(2)
-    shared = apply_plan(model, Plan.parse("dp_replicate=2 ep=2"), profile=profile, cluster=cluster)
+    reference, plan = copy.deepcopy(model), Plan.parse(text)
+    profile, cluster = capture(model, batch, name="mixtral"), cpu_ranks(plan.world_size)
+    shared = apply_plan(model, plan, profile=profile, cluster=cluster)
     shared.train_step(local_rows(shared, batch, 4))
     shared.save(f"{folder}/shared")
-    plan = Plan.parse("dp_shard=2")
-    other = apply_plan(reference, plan, profile=profile, cluster=cluster)
+    whole = Plan.parse(f"dp_shard={plan.world_size}")
+    other = apply_plan(reference, whole, profile=profile, cluster=cluster)
     other.load(f"{folder}/shared")
     wanted = shared.state_dict()
     assert list(other.state_dict()) == list(wanted)
@@ -220,9 +253,15 @@ def across_plans(folder: str) -> float:
 
 
 @pytest.mark.dist
-def test_a_checkpoint_holds_whole_experts_under_their_names(pool: Pool, tmp_path: object) -> None:
+@pytest.mark.parametrize(
+    "plan", ["dp_replicate=2 ep=2", f"dp_replicate=2 ep=2 schedule=1f1b {STAGED}"]
+)
+def test_a_checkpoint_holds_whole_experts_under_their_names(
+    pool: Pool, tmp_path: object, plan: str
+) -> None:
     pytest.importorskip("transformers")
-    assert max(pool.run(across_plans, str(tmp_path), world_size=2)) == 0.0
+    ranks = Plan.parse(plan).world_size
+    assert max(pool.run(across_plans, str(tmp_path), plan, world_size=ranks)) == 0.0
 
 
 def by_settings() -> tuple[str, float]:
