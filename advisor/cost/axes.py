@@ -19,6 +19,7 @@ from profiles.model.work import ProductKind
 
 # Experts that a token is sent to where the profile does not say: assumed, as GShard and Mixtral.
 EXPERTS_PER_TOKEN = 2
+NUMBER_BYTES = 8  # int64
 
 
 def over_tokens(
@@ -125,6 +126,7 @@ def over_experts(
     is_sharded: bool,
     shards: int = 0,
     element_bytes: int = 2,
+    routed: float = 0.0,
 ) -> UnitLoad:
     """A block whose experts are split over `ep` ranks: the same compute, for tokens of all of them.
 
@@ -137,6 +139,8 @@ def over_experts(
         is_sharded: whether FSDP2 shards the rest.
         shards: number of ranks that shard experts; 0 if they are unsharded.
         element_bytes: of the tokens sent.
+        routed: copies of tokens that a rank sends, where it says beforehand how many go to each
+            rank, and for which expert each is (`engines.experts.token_dispatch`).
     """
     experts = expert_bytes(unit, ep=ep)
     if not experts:
@@ -156,9 +160,14 @@ def over_experts(
         partial_gradient_bytes=max(0.0, load.partial_gradient_bytes - experts),
         unsharded_bytes=unsharded,
         expert_bytes=0.0 if is_sharded and not shards else experts / ep,
+        expert_tensors=sum(s.count for s in unit.shapes if _is_shared(unit, s, ep)),
         forward_transient_bytes=load.forward_transient_bytes + in_transit,
         backward_transient_bytes=load.backward_transient_bytes + in_transit,
-        exchanges=(*load.exchanges, *_token_dispatch(dispatched, combined, each)),
+        exchanges=(
+            *load.exchanges,
+            *_token_dispatch(dispatched, combined, each),
+            *(_routing(ep, routed) if routed else ()),
+        ),
     )
 
 
@@ -173,6 +182,13 @@ def _dispatched_bytes(load: UnitLoad, per_token: int, element_bytes: int) -> tup
         element_bytes * first.m * first.repeats * first.k,
         element_bytes * last.m * last.repeats * last.n,
     )
+
+
+def _routing(ep: int, routed: float) -> Iterator[TensorExchange]:
+    """Number of tokens for each rank, and of the expert of each token."""
+    for purpose, count in (("tokens to each rank", ep), ("expert of each token", routed)):
+        payload = float(NUMBER_BYTES * count)
+        yield TensorExchange(Collective.ALL_TO_ALL, purpose, payload, True, True, "ep")
 
 
 def _token_dispatch(dispatched: float, combined: float, per_token: int) -> Iterator[TensorExchange]:

@@ -77,10 +77,12 @@ def exchange(
     """
     inside = _inside(plan, loads, ledger, stack=stack)
     if plan.is_replicated:
-        total = loads.gradient_bytes
+        total = loads.common_gradient_bytes
         whole = replicas_s(plan, total, ledger, sent, reduced_share=reduced_share)
         # A bucket's latency is shared by the units in it.
-        each = _of_entries(loads, lambda unit: whole * unit.gradient_bytes / total)
+        each = _of_entries(
+            loads, lambda unit: whole * (unit.gradient_bytes - unit.expert_bytes) / total
+        )
         return replace(inside, replicate_s=each)
     if plan.data_parallel.is_sharded:
         return _shards(

@@ -22,7 +22,7 @@ from advisor.cost.loads import Loads, loads_of, styled_units
 from advisor.cost.local_units import local_units
 from advisor.cost.memory import added_share, shard_degree
 from advisor.cost.runs import UnitRun, runs_of
-from advisor.cost.small_collectives import summed_s
+from advisor.cost.small_collectives import experts_s, summed_s
 from advisor.cost.stage import StageCost
 from advisor.cost.stage_memory import holds_outputs
 from advisor.cost.stages import WHOLE, HandedOn, StageBorders
@@ -286,6 +286,11 @@ class CostContext:
                 splits_experts=self.stack.splits_experts,
             )
         return self._units[key]
+
+    def experts_s(self, plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> float:
+        """Seconds per step to sum gradients of experts among the ranks that hold the same ones."""
+        share = 1.0 if plan.data_parallel.is_sharded else self.reduced_share
+        return experts_s(plan, units, ledger, reduced_share=share, stack=self.stack)
 
     def partial_s(self, plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> float:
         """Seconds per step to sum gradients of parameters that are replicated over tp."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from advisor.cost.axes import over_experts, over_tokens, split_experts
+from advisor.cost.axes import EXPERTS_PER_TOKEN, over_experts, over_tokens, split_experts
 from advisor.cost.runs import UnitRun, divided, runs_of
 from advisor.cost.tensor import Styled, Styles, cut, is_split, split_loss
 from advisor.cost.unit_load import UnitLoad
@@ -96,6 +96,11 @@ class Loads:
         """Bytes of parameters of experts, which differ between ranks."""
         return sum(run.expert_bytes * run.count for run in self.runs)
 
+    @property
+    def common_gradient_bytes(self) -> float:
+        """Gradients that all replicas add up: without those of experts."""
+        return self.gradient_bytes - self.expert_bytes
+
     @cached_property
     def root_parameter_bytes(self) -> float:
         """Parameter bytes of FSDP's root group: all units without a group of their own."""
@@ -109,6 +114,11 @@ class Loads:
     def tensors(self) -> int:
         """Number of trainable parameters."""
         return sum(run.tensors * run.count for run in self.runs)
+
+    @property
+    def common_tensors(self) -> int:
+        """`tensors` without experts."""
+        return self.tensors - sum(run.expert_tensors * run.count for run in self.runs)
 
     def part(self, first: int, last: int) -> Loads:
         """Loads of units [first, last)."""
@@ -224,6 +234,7 @@ def loads_of(
                 is_sharded=is_sharded,
                 shards=expert_shards,
                 element_bytes=_element_bytes(model, numerics),
+                routed=_routed(model, samples / cp) if stack.states is None else 0.0,
             )
             load = _over_expert_ranks(load, ep)
         if head is not None and run.unit.name == _loss_unit(model):
@@ -237,6 +248,12 @@ def loads_of(
         names=tuple(unit.name for unit in model.units),
         activation_error=activation_error(model),
     )
+
+
+def _routed(model: ModelProfile, samples: float) -> float:
+    """Copies of tokens on their way to experts; 0 if the tokens of a sample are unknown."""
+    tokens = samples * (model.tokens_per_sample or 0)
+    return tokens * (model.experts_per_token or EXPERTS_PER_TOKEN)
 
 
 def _over_expert_ranks(load: UnitLoad, ep: int) -> UnitLoad:

@@ -29,7 +29,7 @@ def one_stage(context: CostContext, plan: Plan) -> Estimate:
     device = cluster.device
     loads, ledger = context.loads(plan), context.ledger()
     update = context.update(plan, 0, len(model.units))
-    replicas = sent(plan, model.units, gradient_bytes=loads.gradient_bytes, device=device)
+    replicas = sent(plan, model.units, gradient_bytes=loads.common_gradient_bytes, device=device)
     memory = peak(
         plan,
         loads,
@@ -52,6 +52,7 @@ def one_stage(context: CostContext, plan: Plan) -> Estimate:
     )
     exchanged, waited_s = split_exposed(context.stack, plan, exchanged, computing)
     unhidden_s = waited_s + small_collectives_s(plan, model, ledger)
+    unhidden_s += context.experts_s(plan, loads.runs, ledger)
     unhidden_s += context.partial_s(plan, loads.runs, ledger)
     unhidden_s += moved_s(plan, loads, update, ledger, cluster=cluster)
     shards = {"degree": shard_degree(plan), "rounds": plan.forwards}

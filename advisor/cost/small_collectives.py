@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import ceil
 
-from advisor.cost.axes import expert_bytes
 from advisor.cost.buffers import BUCKET_BYTES
 from advisor.cost.groups import expert_copies
 from advisor.cost.ledger import Ledger
+from advisor.cost.unit_load import UnitLoad
 from engines.plan import Plan
 from profiles.machine.cluster import Collective
 from profiles.model.profile import ModelProfile
+from profiles.workload.stack import TORCH, Stack
 
 # The ranks count with three fp64 numbers (terms of the loss, rows, failed ranks), one more for each
 # round of a pipeline, and two more for every replica of several ranks, all in one message
@@ -41,10 +43,6 @@ def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> floa
         seconds += ledger.charge(
             Collective.ALL_REDUCE, "unused parameters", SCALAR_BYTES, group_size=replicas * plan.cp
         )
-    if plan.ep > 1 and plan.data_parallel.is_sharded and not plan.shards_experts:
-        shares = [expert_bytes(unit, ep=plan.ep) / plan.ep for unit in model.units]
-        tensors = sum(share > 0 for share in shares)
-        seconds += experts_s(plan, ledger, gradient_bytes=sum(shares), tensors=tensors)
     if not model.batch_norms or replicas < 2:
         return seconds
     if plan.sync_batch_norm:
@@ -69,13 +67,32 @@ def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> floa
     return seconds + one
 
 
-def experts_s(plan: Plan, ledger: Ledger, *, gradient_bytes: float, tensors: int) -> float:
-    """Seconds to sum the gradients of experts that FSDP2 does not shard, once a step."""
-    copies, stride = expert_copies(plan)
+def experts_s(
+    plan: Plan,
+    units: Iterable[UnitLoad],
+    ledger: Ledger,
+    *,
+    reduced_share: float = 1.0,
+    stack: Stack = TORCH,
+) -> float:
+    """Seconds to sum the gradients of experts that are not sharded, once a step.
+
+    Args:
+        units: on one rank.
+        reduced_share: bytes sent per byte of gradient as built.
+    """
+    is_torch = stack.states is None  # others shard experts wherever they shard anything
+    if plan.ep == 1 or plan.shards_experts or not (is_torch or plan.is_replicated):
+        return 0.0
+    copies, stride = expert_copies(plan, stack)
+    nbytes, tensors = 0.0, 0
+    for unit in units:
+        nbytes += unit.count * (unit.expert_bytes + unit.unsharded_bytes)
+        tensors += unit.count * unit.expert_tensors
     return summed_s(
         ledger,
         "gradients of experts",
-        gradient_bytes=gradient_bytes,
+        gradient_bytes=reduced_share * nbytes,
         tensors=tensors,
         group_size=copies,
         stride=stride,

@@ -241,6 +241,7 @@ def stage_peak(
         device=device,
         batch_bytes=batch_bytes,
         buffer_bytes=buffer_bytes,
+        unsharded_bytes=sum(part.unsharded_bytes for part in parts),
         ahead=UNITS_WHEN_AHEAD * max(largest_copy(plan, part, stack) for part in parts),
         stack=stack,
         own=own,

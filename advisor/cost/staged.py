@@ -355,15 +355,16 @@ class _Tail:
                 "gradients",
                 gradient_bytes=model.reduced_share
                 * (
-                    sum(stage.part.gradient_bytes for stage in stages)
+                    sum(stage.part.common_gradient_bytes for stage in stages)
                     + sum(tie.unit.gradient_bytes for tie in copies)
                 ),
-                tensors=sum(stage.part.tensors for stage in stages) + len(copies),
+                tensors=sum(stage.part.common_tensors for stage in stages) + len(copies),
                 group_size=group,
                 stride=stride,
             )
         units = [unit for stage in stages for unit in stage.part.runs]
         settle_s += model.partial_s(plan, units, ledger)
+        settle_s += model.experts_s(plan, units, ledger)
         for tie in layout.ties:
             if rank in tie.ranks:
                 settle_s += summed_s(

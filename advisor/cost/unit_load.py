@@ -23,7 +23,8 @@ class UnitLoad:
             tp axis while their gradients are parts of a sum.
         unsharded_bytes: further parameters that sharding does not divide: a rank's experts, where
             other ranks hold copies of them. Their gradients take as many bytes.
-        expert_bytes: parameters that are sharded among ranks with the same experts.
+        expert_bytes: parameters that are sharded, or replicated, among ranks with the same experts.
+        expert_tensors: trainable parameters of a rank's experts.
         exchanges: the tensor collectives of one unit's forward and backward.
         work: its products and attention.
     """
@@ -52,5 +53,6 @@ class UnitLoad:
     partial_tensors: int = 0
     unsharded_bytes: float = 0.0
     expert_bytes: float = 0.0
+    expert_tensors: int = 0
     exchanges: tuple[TensorExchange, ...] = ()
     work: UnitWork = NO_WORK

@@ -15,7 +15,6 @@ from advisor.cost.communication import replicas_s
 from advisor.cost.compression import Sent
 from advisor.cost.compute import optimizer_s
 from advisor.cost.sharded import Sharded
-from advisor.cost.small_collectives import experts_s
 from advisor.search.cache import SearchCache
 from advisor.search.microbatch import ExtrapolatedMicrobatch, Microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Floats, Integers, Space
@@ -226,16 +225,14 @@ class Columns:
         )
 
     def experts_s(self) -> Floats:
-        """Seconds per step to all-reduce the gradients of unsharded experts."""
+        """Seconds per step to all-reduce the gradients of unsharded experts, of sharded plans."""
         space = self.space
         if space.ep == 1:
             return np.zeros(len(space))
 
         def seconds(tp: int, cp: int, data: int) -> float:
-            microbatch, plan = self._sharded[tp, 1], self._plan(tp, cp, 1, cp=cp, replicas=data)
-            tensors = sum(unit.count for unit in microbatch.units if unit.unsharded_bytes)
-            gradient_bytes = microbatch.loads.unsharded_bytes
-            return experts_s(plan, self._ledger, gradient_bytes=gradient_bytes, tensors=tensors)
+            plan = self._plan(tp, cp, 1, cp=cp, replicas=data)
+            return self.costs.experts_s(plan, self._sharded[tp, 1].units, self._ledger)
 
         by_row = np.zeros(len(space))
         rows = np.flatnonzero(self.sharded == 1)
@@ -261,7 +258,7 @@ class Columns:
         def whole(tp: int, replicas: int, pp: int) -> float:
             if replicas < 2 or self._has_other_aggregation:
                 return 0.0
-            nbytes, share = self._whole[tp].loads.gradient_bytes, self.costs.reduced_share
+            nbytes, share = self._whole[tp].loads.common_gradient_bytes, self.costs.reduced_share
             if pp > 1:
                 return self._seconds(Collective.ALL_REDUCE, share * nbytes, replicas, tp)
             plan = Plan.model_construct(

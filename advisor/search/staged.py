@@ -120,12 +120,15 @@ def staged_peak_bytes(columns: Columns) -> Floats:
     of_model = columns.of(lambda g: g.loads.parameter_bytes) * shares.of_parameters + states
     of_model += columns.of(lambda g: g.loads.gradient_bytes) * shares.gradients
     of_model += columns.of(lambda g: g.loads.root_parameter_bytes) * shares.root
+    of_model += 2 * columns.unsharded_bytes() * (stack.states is None)
     if stack.holds_outputs:
         buffers = np.minimum(READ_OUT_BUFFERS, space.microbatches)
         buffers = buffers * (space.schedule == _ONE_F_ONE_B)
         of_model += buffers * columns.of(lambda g: read_out_bytes(g.loads))
 
-    blocks, is_even = columns.of(lambda g: g.blocks), facts.workload.optimizer.is_elementwise
+    blocks = columns.of(lambda g: g.blocks)
+    # States of a block are proportional to its gradients, unless its experts have other copies.
+    is_even = facts.workload.optimizer.is_elementwise & ((space.ep == 1) | ~columns.is_sharded)
     of_block = columns.of(lambda g: g.block_bytes[0]) * shares.of_parameters
     of_block += columns.of(lambda g: g.block_bytes[1]) * shares.gradients
     of_block += states * columns.of(lambda g: g.block_share) * is_even

@@ -38,6 +38,7 @@ from tests.contract.watch import (
 from tests.engines.cases import cpu_ranks, token_loss
 
 ROWS = 2  # of a microbatch
+EXPERTS = 8
 
 PLANS = {
     "DDP": "dp_replicate=1024",
@@ -80,6 +81,15 @@ PLANS = {
     "PP of four + TP, tied": "pp=4 tp=2 microbatches=4 schedule=1f1b",
     "PP + TP by tokens + ZeRO-1": "pp=2 tp=4 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b"
     " sequence_parallel=true",
+    "EP + DP": "dp_replicate=8 ep=4 accumulation=2 bucket_mib=16",
+    "EP + ZeRO-1, recompute": "dp_replicate=8 ep=4 zero=1 accumulation=2 recompute=full",
+    "PP + EP + DP": "pp=2 dp_replicate=8 ep=4 microbatches=4 schedule=1f1b",
+    "PP + EP + ZeRO-1, recompute": "pp=2 dp_replicate=8 ep=4 zero=1 microbatches=4 schedule=1f1b"
+    " accumulation=2 recompute=full",
+    "PP (interleaved) + EP + ZeRO-2": "pp=2 dp_replicate=8 ep=4 zero=2 microbatches=4"
+    " schedule=interleaved",
+    "PP + EP + ZeRO-3": "pp=2 dp_shard=8 ep=4 microbatches=4 schedule=1f1b",
+    "PP + EP + HSDP": "pp=4 dp_replicate=32 dp_shard=8 ep=8 microbatches=4 schedule=1f1b",
     "DDP, bf16": "dp_replicate=8 precision=bf16",
     "TP + ZeRO-3, bf16": "tp=4 dp_shard=8 precision=bf16",
     "PP + ZeRO-1, bf16": "pp=2 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b precision=bf16",
@@ -102,7 +112,7 @@ class Subject:
     is_tied: bool
 
     def build(self) -> Decoder:
-        return Decoder(tied=self.is_tied)
+        return _decoder(self.is_tied, self.plan.ep > 1)
 
     @property
     def ranks(self) -> Iterator[int]:
@@ -152,9 +162,13 @@ def _totals(sent: Sent) -> dict[object, tuple[int, int]]:
     return results
 
 
+def _decoder(is_tied: bool, has_experts: bool) -> Decoder:
+    return Decoder(tied=is_tied, experts=EXPERTS if has_experts else 0)
+
+
 @cache
-def _profile(is_tied: bool) -> ModelProfile:
-    model = Decoder(tied=is_tied)
+def _profile(is_tied: bool, has_experts: bool) -> ModelProfile:
+    model = _decoder(is_tied, has_experts)
     return capture(model, batch_of(ROWS), loss_fn=token_loss, numerics=tuple(Numerics))
 
 
@@ -165,7 +179,7 @@ def _styles(is_tied: bool, tp: int, by_tokens: bool) -> tuple[tuple[str, str], .
         Decoder(tied=is_tied),
         batch_of(ROWS),
         size=tp,
-        profile=_profile(is_tied),
+        profile=_profile(is_tied, False),
         has_target=True,
         by_tokens=by_tokens,
     ).styles
@@ -177,7 +191,8 @@ def subject_of(name: str) -> Subject:
     update: dict[str, object] = {"stages": STAGES.get(stages, ())}
     if plan.tp > 1:
         update["tensor_styles"] = _styles(is_tied, plan.tp, plan.sequence_parallel)
-    return Subject(name, plan.model_copy(update=update), _profile(is_tied), is_tied)
+    profile = _profile(is_tied, plan.ep > 1)
+    return Subject(name, plan.model_copy(update=update), profile, is_tied)
 
 
 def compared(subject: Subject, rank: int) -> Compared:
@@ -203,7 +218,9 @@ def compared(subject: Subject, rank: int) -> Compared:
             parallel.train_step(batch)
         hook.remove()
         # Gathered parameters and autocast's copies are held as well, and charged elsewhere.
+        # Experts of this rank save what tokens came, here in another code path than captured.
         is_plain = not plan.data_parallel.is_sharded and plan.precision is Precision.FP32
+        is_plain = is_plain and plan.ep == 1
         activations = _saved_activations(parallel, batch_of(ROWS)) if is_plain else None
     model = CostModel(facts_of(plan, subject.profile))
     position = rank // (plan.world_size // plan.pp)

@@ -44,11 +44,40 @@ class FeedForward(nn.Module):
         return out
 
 
+class Experts(nn.Module):
+    """Stacked experts in the form of transformers, two products of each."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.up = nn.Parameter(torch.randn(count, width, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(count, width, width) / width**0.5)
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        inner = F.silu(torch.einsum("nh,nkho->nko", tokens, self.up[chosen]))
+        made = torch.einsum("nkh,nkho->nko", inner, self.down[chosen])
+        return (made * weights[..., None]).sum(1)
+
+
+class Mixture(nn.Module):
+    """Sends every token to two experts."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, count), Experts(count, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).flatten(0, 1).topk(2)
+        mixed: Tensor = self.experts(x.flatten(0, 1), chosen, weights)
+        return mixed.view_as(x)
+
+
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, experts: int = 0) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention, self.feed_forward = Attention(width), FeedForward(width)
+        self.attention = Attention(width)
+        self.feed_forward = Mixture(experts, width) if experts else FeedForward(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -57,14 +86,21 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids (B, T) to logits (B, T, V); `tied`: the head's weight is the embedding's."""
+    """Token ids (B, T) to logits (B, T, V); `tied`: the head's weight is the embedding's;
+    `experts`: of every block's feed-forward, 0: one for all tokens."""
 
     def __init__(
-        self, *, vocabulary: int = 256, width: int = 128, layers: int = 4, tied: bool = False
+        self,
+        *,
+        vocabulary: int = 256,
+        width: int = 128,
+        layers: int = 4,
+        tied: bool = False,
+        experts: int = 0,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, experts) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         if tied:

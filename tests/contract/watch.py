@@ -38,6 +38,7 @@ _PAYLOADS = {
     "all_reduce": (Collective.ALL_REDUCE, 0),
     "_allgather_base_": (Collective.ALL_GATHER, 0),
     "_reduce_scatter_base_": (Collective.REDUCE_SCATTER, 1),
+    "alltoall_base_": (Collective.ALL_TO_ALL, 1),
 }
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd")
 # A broadcast is charged as a send; what is received was charged to its sender.
