@@ -5,6 +5,7 @@
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
 # make soak    trainings killed at random times, and saves at every file event (SOAK="--quick")
 # make fuzz    100,000 hostile files for every reader, an hour or two (FUZZ="--cases 1000 --reader plan")
+# make mutants 200 places of the library changed one by one: hours (MUTANTS="--count 20 --seed 1")
 # make nightly  tests on further plans and sizes, which `make test` leaves out
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling, wording
@@ -20,7 +21,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix scorecard scorecard-nested soak fuzz nightly timed check format clean
+.PHONY: help demo test matrix scorecard scorecard-nested soak fuzz mutants nightly timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -59,6 +60,11 @@ soak: $(STAMP)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz $(FUZZ)
+
+mutants: $(STAMP)
+	@$(BIN)/python -c "import cosmic_ray" 2>/dev/null || $(BIN)/python -m pip install --quiet \
+	    --disable-pip-version-check --constraint constraints.txt cosmic-ray
+	@$(BIN)/python -m tests.mutants $(MUTANTS)
 
 nightly: $(STAMP)
 	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly; \

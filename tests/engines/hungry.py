@@ -97,9 +97,9 @@ class TensorLimit(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         asked = sum(self._note(one) for one in tree_leaves(out) if isinstance(one, Tensor))
-        held = sum(mib for mib, _ in self._live.values())
-        self.peak_mib = max(self.peak_mib, held)
-        if held > self._limit_mib:
+        live = sum(mib for mib, _ in self._live.values())
+        self.peak_mib = max(self.peak_mib, live)
+        if live > self._limit_mib:
             raise RuntimeError(  # as c10/core/impl/alloc_cpu.cpp does
                 "[enforce fail at alloc_cpu.cpp:128] err == 0. DefaultCPUAllocator: can't allocate"
                 f" memory: you tried to allocate {int(asked * MIB)} bytes. Error code 12"

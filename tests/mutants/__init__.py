@@ -1,0 +1,1 @@
+"""Mutation testing: does a test fail where a line of the library is changed?"""
