@@ -29,8 +29,10 @@ def replicate(
 
     Gradients live in the communication buckets (no second copy). The graph is searched for unused
     parameters only where a step may have some: the search costs time in every step. The parameters
-    named in `ignored` are left alone. `device` is None for a model whose parts sit on several: DDP
-    then moves nothing, and reduces every bucket where it is.
+    named in `ignored` are left alone. Sparse gradients are copied: DDP divides them in place, and
+    their values are the memory of the gradient that goes on to other layers. `device` is None for
+    a model whose parts sit on several: DDP then moves nothing, and reduces every bucket where it
+    is.
 
     Raises:
         ModelError: nothing in the model is trainable.
@@ -57,9 +59,11 @@ def replicate(
         # DDP waits for a result that fake groups do not have; a hook in Python does the same.
         runner.register_comm_hook(group, _all_reduced)
     _require_calls_through(runner)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.ndim > 2 and 1 in parameter.shape:
             parameter.register_hook(functools.partial(_with_strides_of, parameter.stride()))
+        elif name in profile.sparse_gradients:
+            parameter.register_hook(torch.clone)
     return runner
 
 
