@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engines.data.finite import FiniteGuard, running_statistics
 from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
-from engines.data.replica_checksums import ReplicaChecksums
+from engines.data.replica_checksums import ReplicaChecksums, checksums
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.parallel.scheduling import SchedulingMixin
 from engines.plan import Plan
@@ -54,7 +54,7 @@ class CheckpointMixin(SchedulingMixin):
 
     plan: Plan
     module: nn.Module
-    _buffers_before: list[tuple[int, int]] | None = None
+    _buffers_before: list[tuple[int, int, int]] | None = None
     _checksums: ReplicaChecksums
     _exchange: UpdateExchange
     _finite: FiniteGuard
@@ -307,8 +307,10 @@ class CheckpointMixin(SchedulingMixin):
         sums = sum_over_ranks([float(is_changed)], self._world) if is_asked else [0.0]
         self._has_changed_buffers = sums[0] > 0
 
-    def _other_buffers(self) -> list[tuple[int, int]]:
-        """The buffers besides those of batch norms, and how often they were written to."""
+    def _other_buffers(self) -> list[tuple[int, int, int]]:
+        """The buffers besides those of batch norms, how often they were written to, and checksums:
+        kernels that follow ranges, for quantisation, write to them without a count."""
         statistics = set(map(id, running_statistics(self.module).values()))
-        buffers = (b for b in self.module.buffers() if id(b) not in statistics)
-        return [(id(buffer), version_of(buffer)) for buffer in buffers]
+        buffers = [b for b in self.module.buffers() if id(b) not in statistics]
+        sums = checksums(buffers, self._world.device).tolist() if buffers else []
+        return [(id(b), version_of(b), total) for b, total in zip(buffers, sums, strict=True)]

@@ -20,6 +20,8 @@ from engines.runtime.mesh import Axis, Mesh
 from engines.state.shard_spec import PlacedTensor, placed, placed_slice
 from engines.state.slices import Slice
 
+MOST_DIMS = 16  # of a buffer
+
 
 class Stages(Protocol):
     """The layout of stages that lie on different ranks.
@@ -172,23 +174,34 @@ class Layout:
             if cut is not None:
                 how, along = cut
                 whole = how.gather(whole, group=along.group)
+            if whole.is_sparse:  # the gradient of an embedding; collectives send dense ones
+                whole = whole.to_dense()
             whole = whole.clone(memory_format=torch.contiguous_format)
         axis = self._mesh.pp
         if axis.group is None:
             assert whole is not None
             return whole
+        source = axis.ranks[self._source(name)]
+        if self._first.get(name, name) not in self._shapes:
+            whole = self._of_one_shape(whole, tensor, source)
         if whole is None:
-            whole = self._empty(name, tensor)
-        dist.broadcast(whole, src=axis.ranks[self._source(name)], group=axis.group)
+            first = self._first.get(name, name)
+            whole = torch.empty(self._shapes[first], dtype=self._dtypes[first], device=self.device)
+        dist.broadcast(whole, src=source, group=axis.group)
         return whole
 
-    def _empty(self, name: str, tensor: Tensor | None) -> Tensor:
-        """An empty tensor for the whole of one that another stage owns."""
-        first = self._first.get(name, name)
-        if first in self._shapes:
-            return torch.empty(self._shapes[first], dtype=self._dtypes[first], device=self.device)
-        assert tensor is not None  # every rank has every buffer
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    def _of_one_shape(self, whole: Tensor | None, own: Tensor | None, source: int) -> Tensor:
+        """A buffer that has the shape of its owner's: forwards may change it (observers of ranges
+        find out how many channels there are)."""
+        assert own is not None  # every rank has every buffer
+        sizes = torch.full((MOST_DIMS,), -1, device=self.device)
+        if whole is not None:
+            sizes[: whole.dim()] = torch.tensor(whole.shape)
+        dist.broadcast(sizes, src=source, group=self._mesh.pp.group)
+        if whole is not None:
+            return whole
+        shape = [size for size in sizes.tolist() if size >= 0]
+        return torch.empty(shape, dtype=own.dtype, device=self.device)
 
     def _cut(self, name: str) -> tuple[Slice, Axis] | None:
         """The slice of a parameter, and the axis that it is cut over."""
