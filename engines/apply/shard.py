@@ -6,6 +6,7 @@ from functools import partial
 
 from engines.apply.build import Build
 from engines.data.ddp import replicate
+from engines.data.dense_gradients import make_gradients_dense
 from engines.data.fsdp import shard as shard_units
 from engines.data.fsdp import shard_experts
 from engines.offload.shards import offload_shards
@@ -18,6 +19,7 @@ from engines.runtime.failures import all_ranks_succeed
 def shard(build: Build) -> None:
     """Shard or replicate over the data axes; experts over the ranks that hold the same ones."""
     build.runner = build.model
+    make_gradients_dense(build.model, build.requested)
     if build.mesh.expert_shards is not None:
         _shard_experts(build)
     if build.mesh.shards is not None:

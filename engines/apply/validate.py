@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engines.apply.build import Build
 from engines.apply.topics import topics_of
 from engines.blocks.compile import require_compilable
+from engines.data.dense_gradients import require_dense
 from engines.data.finite import OnNonfinite
 from engines.data.noise_scale import require_measurable
 from engines.legality import require_legal
@@ -46,6 +47,7 @@ def _require_possible(build: Build) -> None:
     if training.on_nonfinite is OnNonfinite.SKIP:
         _require_common_steps(plan)
     _require_plain(build.model)
+    require_dense(build.model, plan, build.profile.sparse_gradients)
     require_compilable(build.model, plan, profile=build.profile, device=world.device)
 
 

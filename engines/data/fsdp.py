@@ -14,13 +14,17 @@ stay whole until the round is over and are reduce-scattered once, under zero1 af
 round only; zero1 and zero2 keep parameters whole from the first forward of the step to the end of
 its last round. FSDP2 ignores parameters of other ranks' stages.
 
-Parameters without dimensions (CLIP's scale of logits) have nothing to cut: every rank keeps them
-whole, and their gradients are averaged when a step is over.
+Every rank keeps whole what cannot be cut, and its gradients are averaged when a step is over:
+parameters without dimensions (CLIP's scale of logits), those that the forward itself changes
+(writes to a gathered copy are lost), those with hooks for their gradients (a gathered copy has
+none), trained ones of another dtype than most of their group (whose gradients are one message), and
+those of TorchScript, whose modules take no hooks. Gradients of embeddings are dense.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,9 +43,10 @@ from engines.data.replicas import local_part
 from engines.plan import DataParallel, OffloadTo, Plan
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
-from profiles.torch_compat import is_view, map_tensors
+from profiles.torch_compat import has_gradient_hooks, is_view, map_tensors
 from profiles.torch_compat.fsdp import (
     forget_step_underway,
+    reduce_at_end,
     reduce_now,
     reduce_unused_parameters,
 )
@@ -70,10 +75,17 @@ def shard(
     `offload` moves the shards of a unit off the device as soon as it is cut.
     """
     others = {p for name, p in model.named_parameters() if local is not None and name not in local}
-    whole = _whole({*_scalars(model), *ignored}, device_type=mesh.device_type)
+    units = [model.get_submodule(unit.name) for unit in profile.shard_units() if unit.name]
+    uncut = {*_scalars(model), *map(model.get_parameter, profile.flow.written)}
+    uncut |= {*_of_other_dtypes(model, units), *_scripted(model)}
+    uncut |= {p for p in model.parameters() if has_gradient_hooks(p)}
+    if mixed:
+        _require_cast(model, uncut)
+    whole = _whole({*uncut, *ignored}, device_type=mesh.device_type)
     for unit in profile.shard_units():
         module = model.get_submodule(unit.name)
-        if unit.name and others.isdisjoint(module.parameters()):
+        is_own = not isinstance(module, torch.jit.ScriptModule)  # else it takes no hooks
+        if unit.name and is_own and others.isdisjoint(module.parameters()):
             if fill is not None:
                 fill(module)
             module.register_forward_hook(_own_storage)
@@ -86,6 +98,8 @@ def shard(
                     offload_policy=_offload(plan, mesh),
                     ignored_params=whole,
                 )
+            if unit.name in profile.flow.changing_others:
+                reduce_at_end(cut)
             if offload is not None:
                 offload(cut)
     if fill is not None:
@@ -132,6 +146,37 @@ def shard_experts(
 
 def _scalars(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for parameter in model.parameters() if not parameter.dim()}
+
+
+def _require_cast(model: nn.Module, uncut: Collection[nn.Parameter]) -> None:
+    """Raises PlanError: a parameter would stay whole in fp32, beside a computation in bf16."""
+    for name, parameter in model.named_parameters():
+        if parameter in uncut and parameter.dim():
+            raise PlanError(
+                f"`{name}` cannot be sharded (the forward changes it, its gradient has hooks, or it"
+                " is of TorchScript), and its unit is computed in bf16",
+                hints=["set precision=fp32, or replicate it: dp_replicate without zero"],
+            )
+
+
+def _scripted(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            yield from module.parameters()
+
+
+def _of_other_dtypes(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Trained parameters of another dtype than most of what is sharded with them."""
+    left = dict.fromkeys(model.parameters())
+    for module in (*units, model):
+        group = [p for p in module.parameters() if p in left]
+        for parameter in group:
+            del left[parameter]
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in group:
+            sizes[parameter.dtype] += parameter.nbytes if parameter.requires_grad else 0
+        main = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+        yield from (p for p in group if p.requires_grad and p.dtype is not main)
 
 
 def _whole(parameters: set[nn.Parameter], *, device_type: str) -> set[nn.Parameter]:

@@ -121,34 +121,28 @@ def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
 
 
 def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """FSDP2 gathers a unit as one flat tensor: one dtype, dense gradients."""
-    if not plan.data_parallel.is_sharded:
+    """FSDP2 computes a group in one dtype where it casts parameters: what stays whole is not cast.
+
+    Otherwise trained parameters of other dtypes than most of their group stay whole.
+    """
+    if not plan.data_parallel.is_sharded or numerics(plan, model) is Numerics.AS_BUILT:
         return
-    for unit in model.units:
-        if len(unit.dtypes) > 1:
+    separate = model.shard_units()
+    names = {unit.name for unit in separate}
+    root = [unit for unit in model.units if unit.name not in names]
+    for group, said in (
+        *(([unit], f"`{unit.name}` holds") for unit in separate),
+        (root, "the units that are sharded together hold"),
+    ):
+        dtypes = sorted({d for unit in group for d in unit.trained_dtypes or unit.dtypes})
+        if len(dtypes) > 1:
             yield Problem(
                 rule="mixed-dtypes",
-                what=f"`{unit.name}` holds parameters of {' and '.join(unit.dtypes)}; a sharded"
-                " unit must hold one dtype",
-                hint="cast them to one dtype, or replicate (dp_replicate without zero)",
+                what=f"{said} trained parameters of {' and '.join(dtypes)}; precision="
+                f"{plan.precision} computes a sharded group in one dtype",
+                hint=f"cast them to one dtype, set precision to {_precision_of(model.dtype)}, or"
+                " replicate (dp_replicate without zero)",
             )
-    root = sorted({dtype for unit in model.units for dtype in unit.dtypes})
-    if len(root) > 1 and all(len(unit.dtypes) <= 1 for unit in model.units):
-        separate = {unit.name for unit in model.shard_units()}
-        in_root = sorted({d for u in model.units if u.name not in separate for d in u.dtypes})
-        if len(in_root) > 1:
-            yield Problem(
-                rule="mixed-dtypes",
-                what=f"the units that are sharded together hold {' and '.join(in_root)}; a sharded"
-                " group must hold one dtype",
-                hint="cast them to one dtype, or replicate (dp_replicate without zero)",
-            )
-    if model.sparse_gradients:
-        yield Problem(
-            rule="sparse-gradients",
-            what=f"`{model.sparse_gradients[0]}` has sparse gradients, which cannot be sharded",
-            hint="build the embedding with sparse=False, or replicate",
-        )
 
 
 def hybrid_inside_node(
@@ -191,7 +185,8 @@ def changed_parameters(
         "other stages have copies of it or none": plan.pp > 1,
         "its layer may be split over ranks": plan.tp > 1,
         "a rank may hold a slice of it": plan.tp > 1,
-        "writes to gathered parameters are lost": plan.data_parallel.is_sharded,
+        f"precision={plan.precision} computes in a copy of it": plan.data_parallel.is_sharded
+        and numerics(plan, model) is not Numerics.AS_BUILT,
         "recompute would change it twice": plan.recompute is not Recompute.NONE,
     }
     because = [words for words, applies in ways.items() if applies]
@@ -212,20 +207,6 @@ def compiled(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
             rule="compile-without-blocks",
             what=f"compile=true works on repeated blocks, {model.name} has none",
             hint="set compile=false",
-        )
-
-
-def replicas_of_stages(
-    plan: Plan, model: ModelProfile, cluster: ClusterProfile
-) -> Iterator[Problem]:
-    """The replicas of a stage average their gradients in flat messages, so they are dense."""
-    is_replicated = plan.data_parallel is DataParallel.REPLICATE and plan.dp_replicate > 1
-    if plan.pp > 1 and is_replicated and model.sparse_gradients:
-        yield Problem(
-            rule="sparse-gradients",
-            what=f"`{model.sparse_gradients[0]}` has sparse gradients, which the replicas of a"
-            " pipeline cannot average",
-            hint="build the embedding with sparse=False, or set pp=1",
         )
 
 
@@ -259,7 +240,6 @@ RULES: tuple[Rule, ...] = (
     recompute,
     changed_parameters,
     compiled,
-    replicas_of_stages,
     aggregation,
     updates,
     by_hand,

@@ -14,7 +14,7 @@ from engines.tensor.styles import matches
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile
-from profiles.model.source import RANDOM, CaptureSource, ValueRead
+from profiles.model.source import ATTRIBUTE, BACKWARD, RANDOM, CaptureSource, ValueRead
 
 _HINT = "take branches and sizes from shapes, not from values; or replicate or shard it"
 
@@ -36,8 +36,10 @@ def values(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator
                 hint=_HINT,
             )
         return
-    acting = [read for read in model.reads if read.operation != RANDOM or read.unit == GLUE]
-    in_model = [read for read in acting if read.unit != LOSS]
+    own = (RANDOM, ATTRIBUTE, BACKWARD)  # a unit may act on them, wherever it runs
+    across = [r for r in model.reads if r.operation == BACKWARD and r.unit in (GLUE, LOSS)]
+    acting = [read for read in model.reads if read.operation not in own or read.unit == GLUE]
+    in_model = [read for read in acting if read.unit != LOSS] or across
     if plan.pp > 1 and in_model:
         yield _problem("values-in-pipeline", in_model[0], f"pp={plan.pp} cuts stages from one path")
     if plan.cp > 1 and acting:
@@ -46,12 +48,16 @@ def values(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator
         )
     if plan.tp > 1:
         yield from _in_split_layers(plan, model)
-    dropped = [read for read in model.reads if read.operation == RANDOM and read.unit != GLUE]
+        if across:
+            what = f"the exchanges of tp={plan.tp} have no second derivative"
+            yield _problem("values-in-split-layers", across[0], what)
+    drawn = [r for r in model.reads if r.operation in (RANDOM, ATTRIBUTE)]
+    dropped = [read for read in drawn if read.unit != GLUE]
     if plan.recompute is not Recompute.NONE and dropped:
         yield _problem(
             "values-in-recompute",
             dropped[0],
-            f"recompute={plan.recompute} runs blocks again, with other draws of Python or NumPy",
+            f"recompute={plan.recompute} runs blocks again, with other draws and counters",
         )
 
 
@@ -76,4 +82,8 @@ def _in_split_layers(plan: Plan, model: ModelProfile) -> Iterator[Problem]:
 
 
 def _problem(rule: str, read: ValueRead, what: str) -> Problem:
-    return Problem(rule=rule, what=f"{read} acts on values of tensors: {what}", hint=_HINT)
+    if read.operation == BACKWARD:
+        said, hint = "takes a gradient across units", "replicate or shard it"
+    else:
+        said, hint = "acts on values of tensors", _HINT
+    return Problem(rule=rule, what=f"{read} {said}: {what}", hint=hint)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engines.blocks.autocast import as_fp32, autocast
@@ -158,7 +159,6 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._experts = experts
         self._rng = SharedRng(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
-        is_replicated = mesh.shards is None and mesh.replicas.size > 1
         # Gradients that neither DDP nor FSDP2 averages.
         self._averaged = [
             name
@@ -166,7 +166,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             if layout.holds(name)
             and not (experts is not None and name in experts.names)
             and mesh.replicas.size > 1
-            and ((is_replicated and not is_wrapped) or (mesh.shards and not parameter.dim()))
+            and not (is_wrapped or isinstance(parameter, DTensor))
         ]
         require = pipeline.require_equal_pieces if pipeline is not None else None
         self._cutter = MicrobatchCutter(

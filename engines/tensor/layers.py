@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from engines.state.slices import Slice
 from engines.tensor.styles import Kind, Style
 from profiles.capture.transformers_compat import is_transposed_linear
+from profiles.torch_compat import has_gradient_hooks
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def can_split(module: nn.Module) -> bool:
     """True if `module` is a layer with a weight of its own that can be cut by features."""
-    if "forward" in vars(module) or module._parameters.get("weight") is None:
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return False
+    if module._parameters.get("weight") is None:
+        return False
+    if any(map(has_gradient_hooks, module.parameters(recurse=False))):
         return False
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse

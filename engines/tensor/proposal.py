@@ -31,6 +31,7 @@ from profiles.capture.fake_tensors import stand_ins
 from profiles.errors import BatchError, ModelError, PlanError
 from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile
+from profiles.model.source import CaptureSource
 from profiles.record import Record
 from profiles.torch_compat import without_onednn
 
@@ -94,8 +95,14 @@ def propose_styles(
             be tried so is split by the rules alone.
 
     Raises:
-        PlanError: no layer can be split.
+        PlanError: no layer can be split, or the model's path is not known.
     """
+    if profile.source is CaptureSource.PARAMETERS:
+        raise PlanError(
+            f"layers are split where it is proved on one path, and that of {profile.name} is not"
+            " known",
+            hints=["replicate or shard it"],
+        )
     rules = unit_splits(profile, size)
     kinds = unit_kinds(model, sample, list(rules), has_target=has_target)
     running = [path for kind in kinds for path in kind.paths]

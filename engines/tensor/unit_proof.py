@@ -278,7 +278,11 @@ def _run(unit: nn.Module, copy: UnitCopy) -> CallResult:
     args, kwargs, _ = copy.inputs()
     with torch.no_grad():
         again = copy.outputs(unit(*args, **kwargs))  # some modules take another path then
-    gradients = {n: p.grad for n, p in unit.named_parameters() if p.grad is not None}
+    gradients = {
+        n: p.grad.to_dense() if p.grad.is_sparse else p.grad
+        for n, p in unit.named_parameters()
+        if p.grad is not None
+    }
     return CallResult([t.detach() for t in [*outputs, *again]], [t.grad for t in given], gradients)
 
 

@@ -229,6 +229,7 @@ def _unit_profiles(
             gradient_bytes=sum(p.nbytes for p in trainable),
             buffer_bytes=subject.buffer_bytes_of(name),
             dtypes=tuple(sorted({dtype_name(p) for p in parameters})),
+            trained_dtypes=tuple(sorted({dtype_name(p) for p in trainable})),
             shapes=tuple(_shapes(trainable)),
             experts=_experts(unit.module) if unit else (),
             is_shared=name in shared,

@@ -30,10 +30,11 @@ from profiles.capture.operators import (
 )
 from profiles.capture.storages import Storages
 from profiles.model.profile import GLUE
-from profiles.model.source import ValueRead
+from profiles.model.source import BACKWARD, ValueRead
 from profiles.model.work import FusibleKind
 from profiles.torch_compat import (
     Operator,
+    differentiates,
     is_leaf_node,
     is_mutable,
     map_tensors,
@@ -331,6 +332,8 @@ class TraceMode(FakeRunMode):
         part = chain.part
         makes_storage = self.storages.notice(operator, inputs, outputs, part)
         if not self._in_backward:
+            if differentiates():
+                self.note_read(BACKWARD)
             for tensor in () if self._hooks else outputs:
                 self.storages.save(tensor, self.scope)
             self._layers.operation(inputs, outputs)

@@ -172,7 +172,10 @@ class FlowTrace:
         return Flow(
             calls=tuple(
                 UnitCall(
-                    unit=call.unit, values=tuple(call.values), parameters=tuple(call.parameters)
+                    unit=call.unit,
+                    values=tuple(call.values),
+                    parameters=tuple(call.parameters),
+                    changes_others=any(memory >= 0 for memory in call.changed),
                 )
                 for call in self._calls
             ),

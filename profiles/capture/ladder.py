@@ -36,7 +36,7 @@ from profiles.capture.trace_step import StepTrace, trace_step
 from profiles.errors import AdvisorError, ModelError
 from profiles.machine.host import machine_memory_bytes
 from profiles.model.profile import GLUE, Numerics
-from profiles.model.source import RANDOM, CaptureSource, ValueRead
+from profiles.model.source import ATTRIBUTE, RANDOM, CaptureSource, ValueRead
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,9 @@ def trace(subject: TracedModel, numerics: Sequence[Numerics], *, every_block: bo
         try:
             rung = _rung(subject, source, numerics[0], every_block=every_block)
             looks = {numerics[0]: rung.twice(numerics[0])}
-            reads = [*looks[numerics[0]][0].reads, *rung.random_reads(numerics[0], looks)]
+            first = looks[numerics[0]][0]
+            reads = [*first.reads, *rung.random_reads(numerics[0], first)]
+            reads += rung.attribute_reads(numerics[0], first)
         except CannotFollow as error:
             failures.append(error)
             continue
@@ -137,10 +139,12 @@ class _Rung:
     source: CaptureSource
     every_block: bool = True
 
-    def once(self, numerics: Numerics, *, times: int = 1, draw: float = KEPT) -> StepTrace:
+    def once(
+        self, numerics: Numerics, *, times: int = 1, draw: float = KEPT, warm: bool = False
+    ) -> StepTrace:
         """Trace a step without repeated blocks; run all of them if blocks that seem equal have side
         effects."""
-        if not self.every_block:
+        if not self.every_block and not warm:
             try:
                 step = trace_step(self.subject, numerics, times=times, every_block=False, draw=draw)
             except ModelError:  # of the model, or of what it misses
@@ -151,7 +155,13 @@ class _Rung:
         is_run = self.source is CaptureSource.RUN
         limit = _Limit(self.subject) if is_run else None
         run = functools.partial(
-            trace_step, self.subject, numerics, times=times, source=self.source, draw=draw
+            trace_step,
+            self.subject,
+            numerics,
+            times=times,
+            source=self.source,
+            draw=draw,
+            warm=warm,
         )
         try:
             return run(limit=limit)
@@ -168,30 +178,44 @@ class _Rung:
         except (ModelError, LimitExceeded):
             return first, None
 
-    def random_reads(self, numerics: Numerics, looks: dict[Numerics, Looks]) -> list[ValueRead]:
+    def random_reads(self, numerics: Numerics, first: StepTrace) -> list[ValueRead]:
         """Draws that decide what is called or trained: other ones are tried."""
-        first = looks[numerics][0]
         if not first.draws:
             return []
-        calls = [call.unit for call in first.flow.calls]
-        skipped: set[str] = set()
+        steps = []
         for seed in SEEDS if first.draws_outside_torch else SEEDS[:1]:
             with preserved_random_state():
                 random.seed(seed)
                 np.random.seed(seed)
                 try:
-                    step = self.once(numerics, draw=DROPPED)
+                    steps.append(self.once(numerics, draw=DROPPED))
                 except ModelError:  # without its layers it makes nothing that can be trained
                     return [ValueRead(unit=GLUE, operation=RANDOM)]
-            if calls != [call.unit for call in step.flow.calls]:
-                return [ValueRead(unit=GLUE, operation=RANDOM)]
-            skipped |= {*first.unused} ^ {*step.unused}
+        return self._differing(RANDOM, first, steps)
+
+    def attribute_reads(self, numerics: Numerics, first: StepTrace) -> list[ValueRead]:
+        """Attributes that decide what is called or trained: a forward is followed after another."""
+        if not first.counts:
+            return []
+        try:
+            return self._differing(ATTRIBUTE, first, [self.once(numerics, warm=True)])
+        except ModelError:  # the next forward is not possible, or trains nothing
+            return [ValueRead(unit=GLUE, operation=ATTRIBUTE)]
+
+    def _differing(
+        self, operation: str, first: StepTrace, others: Sequence[StepTrace]
+    ) -> list[ValueRead]:
+        """Reads by units whose parameters other steps use, or by glue if these call other units."""
+        calls = [call.unit for call in first.flow.calls]
+        if any(calls != [call.unit for call in step.flow.calls] for step in others):
+            return [ValueRead(unit=GLUE, operation=operation)]
+        skipped = set[str]().union(*({*first.unused} ^ {*step.unused} for step in others))
         holders = (
             self.subject.holders[key][0]
             for key, names in self.subject.names.items()
             if names[0] in skipped
         )
-        return [ValueRead(unit=unit, operation=RANDOM) for unit in dict.fromkeys(holders)]
+        return [ValueRead(unit=unit, operation=operation) for unit in dict.fromkeys(holders)]
 
 
 def _rung(

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -13,7 +14,13 @@ from profiles.capture.modules import Unit
 from profiles.capture.storages import Storages
 from profiles.capture.transformers_compat import is_transposed_linear
 from profiles.model.layers import INPUT, LayerKind
-from profiles.torch_compat import is_leaf_node, next_sequence_number, node_notes, tensors_in
+from profiles.torch_compat import (
+    has_gradient_hooks,
+    is_leaf_node,
+    next_sequence_number,
+    node_notes,
+    tensors_in,
+)
 from profiles.trace.scopes import Features, LayerCall, LayerSegment, LayerShape, Scope
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -55,7 +62,10 @@ def layer_shapes(unit: Unit, first_names: Mapping[int, str]) -> dict[str, LayerS
 
 
 def _kind(module: nn.Module) -> LayerKind | None:
-    if "forward" in vars(module) or module._parameters.get("weight") is None:
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+        return None
+    own = [p for p in module._parameters.values() if p is not None]
+    if module._parameters.get("weight") is None or any(map(has_gradient_hooks, own)):
         return None
     if isinstance(module, nn.Embedding):
         is_plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import NoneType
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from profiles.capture.batch_rows import repeat_rows
 from profiles.capture.batch_tree import map_batch
 from profiles.capture.copy_trace import Copy
 from profiles.capture.dispatch_modes import TraceMode
-from profiles.capture.fake_mode import KEPT
+from profiles.capture.fake_mode import KEPT, FakeRunMode
 from profiles.capture.fake_tensors import Fakes, stand_ins
 from profiles.capture.known_values import ArrayReads, known_values
 from profiles.capture.loss_watch import LossWatch
@@ -52,6 +53,8 @@ class StepTrace:
         draws: code drew random numbers of Python or NumPy, or single ones of torch: they may decide
             what runs.
         draws_outside_torch: of Python or NumPy.
+        counts: the forward changed numbers or words that its modules have as attributes: they may
+            decide what runs.
     """
 
     costs: dict[str, Cost]
@@ -69,6 +72,7 @@ class StepTrace:
     reads: tuple[ValueRead, ...] = ()
     draws: bool = False
     draws_outside_torch: bool = False
+    counts: bool = False
 
 
 def trace_step(
@@ -81,6 +85,7 @@ def trace_step(
     draw: float = KEPT,
     limit: Callable[[int], None] | None = None,
     hooks: bool = True,
+    warm: bool = False,
 ) -> StepTrace:
     """Follow one forward and backward over the sample's rows, `times` times over.
 
@@ -88,6 +93,7 @@ def trace_step(
         every_block: run all blocks; else two of those that are equal, see `Repeats`.
         source: what stands in for the tensors: fakes, fakes with known values, or copies.
         draw, limit, hooks: see `TraceMode`.
+        warm: after another forward, which is not followed.
 
     Raises:
         CannotFollow: the model's code does not run on the stand-ins.
@@ -137,7 +143,10 @@ def trace_step(
         )
         if source is not CaptureSource.FAKE:
             stack.enter_context(ArrayReads(values, trace.note_read))
-        before_draws = drawn_state()
+        if warm:
+            with nullcontext() if are_copies else FakeRunMode(values).on(batch):
+                call_model(model, batch, has_target=loss_fn is not None)
+        before_draws, before_counts = drawn_state(), _attributes(model)
         trace.watch(model, subject.units, subject.layers)
         repeats = None if every_block else Repeats(trace, subject.units)
         stack.enter_context(_restored_gradients(trace))
@@ -184,7 +193,19 @@ def trace_step(
             reads=tuple(trace.reads),
             draws=trace.has_drawn or drawn_state() != before_draws,
             draws_outside_torch=drawn_state() != before_draws,
+            counts=_attributes(model) != before_counts,
         )
+
+
+def _attributes(model: nn.Module) -> list[object]:
+    """Numbers and words among the attributes of all modules."""
+    plain = (int, float, bool, str, NoneType)
+    return [
+        (path, name, value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in plain
+    ]
 
 
 def _placed(subject: TracedModel, fakes: Fakes, batch: Batch, storages: Storages) -> dict[int, str]:

@@ -55,11 +55,14 @@ class UnitCall(Record):
     Attributes:
         parameters: names of parameters that it uses and its unit does not hold; those of `GLUE`
             are named in the order of its values.
+        changes_others: it writes to tensors that it did not make and its unit does not hold: to its
+            arguments, mostly.
     """
 
     unit: str
     values: tuple[Value, ...] = ()
     parameters: tuple[str, ...] = ()
+    changes_others: bool = False
 
 
 class Edge(Record):
@@ -85,6 +88,12 @@ class Flow(Record):
 
     def value(self, edge: Edge) -> Value:
         return self.calls[edge.source].values[edge.value]
+
+    @property
+    def changing_others(self) -> frozenset[str]:
+        """Units with a call that `changes_others`, and those that are called within one."""
+        changing = {call.unit for call in self.calls if call.changes_others}
+        return frozenset(changing | {unit for unit, caller in self.inside if caller in changing})
 
     @property
     def hidden(self) -> tuple[tuple[int, int], ...]:

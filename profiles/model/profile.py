@@ -16,7 +16,7 @@ from profiles.model.flow import LOSS as LOSS
 from profiles.model.flow import Flow
 from profiles.model.layers import LayerCost
 from profiles.model.loss_terms import LossTerms as LossTerms
-from profiles.model.source import CaptureSource, ValueRead
+from profiles.model.source import BACKWARD, CaptureSource, ValueRead
 from profiles.model.times import BlockTimes
 from profiles.model.work import AttentionCall, Fusible, Product
 from profiles.record import Document, Record
@@ -118,7 +118,8 @@ class UnitProfile(Record):
             unit that holds it.
         parameter_bytes: of those parameters as built.
         gradient_bytes: of the trainable ones, as built.
-        dtypes: the parameters' dtypes, sorted.
+        dtypes: the parameters' dtypes, sorted; trained_dtypes: of those that are trained, empty
+            where that is not known.
         shapes: of the trainable parameters, equal ones together; empty where they are not known.
         experts: how many a module in it holds as weights with a dimension of their own; ascending.
         is_shared: a parameter of the unit is tied to, or used by code of, another place; the unit
@@ -135,6 +136,7 @@ class UnitProfile(Record):
     gradient_bytes: NonNegativeInt = 0
     buffer_bytes: NonNegativeInt = 0
     dtypes: tuple[str, ...] = ()
+    trained_dtypes: tuple[str, ...] = ()
     shapes: tuple[ParameterShape, ...] = ()
     experts: tuple[PositiveInt, ...] = ()
     is_shared: bool = False
@@ -242,7 +244,8 @@ class ModelProfile(Document):
     @property
     def path_varies(self) -> bool:
         """True if another batch may take another path than the sample."""
-        return bool(self.reads) or self.source is CaptureSource.PARAMETERS
+        acting = any(read.operation != BACKWARD for read in self.reads)
+        return acting or self.source is CaptureSource.PARAMETERS
 
     @property
     def may_skip_parameters(self) -> bool:

@@ -18,6 +18,11 @@ class CaptureSource(StrEnum):
 
 RANDOM = "random"
 """The operation of a `ValueRead` that is a draw of random numbers."""
+ATTRIBUTE = "attribute"
+"""That of one that is a number or a word in a module, which the forward changes: a counter."""
+BACKWARD = "gradient"
+"""That of a gradient which the forward or the loss asks for itself: a penalty on it, an inner step.
+No path varies with it."""
 
 
 class ValueRead(Record):
@@ -26,7 +31,7 @@ class ValueRead(Record):
     Attributes:
         unit: that was being called.
         line: file:line of the code; empty where it is not known.
-        operation: "item", "nonzero", `RANDOM` ...
+        operation: "item", "nonzero", `RANDOM`, `ATTRIBUTE`, `BACKWARD` ...
     """
 
     unit: str

@@ -152,6 +152,12 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., object]]:
     ]
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """True if its gradient goes through hooks: `register_hook`, or one after it is accumulated."""
+    hooked = cast(Any, parameter)
+    return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
+
+
 def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
     """True if `module` is a batch normalisation of any dimension (typed as one of them)."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -304,6 +310,11 @@ def next_sequence_number() -> int:
 def sequence_number(node: torch.autograd.graph.Node) -> int:
     """Nodes are numbered by thread in the order in which they are made."""
     return int(cast(Any, node)._sequence_nr())
+
+
+def differentiates() -> bool:
+    """True inside of a backward."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def saving_hook() -> object | None:

@@ -37,6 +37,17 @@ def reduce_now(root: FSDPModule) -> None:
     top._root_post_backward_final_callback()
 
 
+def reduce_at_end(module: FSDPModule) -> None:
+    """Reduce the gradients of `module` when the whole backward is over, as torch does where no
+    input needs a gradient, and hand its inputs through as they are.
+
+    To learn when the backward of a module is over torch passes its inputs through a function of its
+    own, which makes views of them that nothing may write to.
+    """
+    for group in _groups_of(cast(Any, module)._get_fsdp_state()):
+        group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
+
+
 def watch_reductions(root: FSDPModule, hear: Callable[[torch.Tensor], None]) -> None:
     """Call `hear` with what goes into each reduce-scatter: this rank's gradients of a unit, flat,
     with zeros between them. (`set_custom_reduce_scatter` would replace how it is done.)"""

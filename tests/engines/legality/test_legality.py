@@ -96,10 +96,15 @@ def test_a_device_without_bf16_is_offered_its_own_dtype() -> None:
     assert problem.hint == "build the model in another dtype, or give the device a rate of float32"
 
 
-def test_sharded_units_hold_one_dtype() -> None:
-    mixed = model(unit("b.0", dtypes=("bfloat16", "float32")), unit("b.1"))
-    assert rules("dp_shard=2", mixed, cpu_ranks(2)) == ["mixed-dtypes"]
-    assert rules("dp_replicate=2", mixed, cpu_ranks(2)) == []
+def test_sharded_units_are_computed_in_bf16_if_they_train_one_dtype() -> None:
+    mixed = model(unit("b.0", dtypes=("float32", "float64")), unit("b.1"))
+    low = gpus(2, "float32", "bfloat16")
+    assert rules("dp_shard=2 precision=bf16", mixed, low) == ["mixed-dtypes"]
+    assert rules("dp_shard=2", mixed, low) == []
+    assert rules("dp_replicate=2 precision=bf16", mixed, low) == []
+    first = unit("b.0", dtypes=("float32", "float64"))
+    adapted = model(first.model_copy(update={"trained_dtypes": ("float32",)}), unit("b.1"))
+    assert rules("dp_shard=2 precision=bf16", adapted, low) == []
 
 
 def test_units_of_different_dtypes_may_be_sharded_each_on_its_own() -> None:
@@ -107,9 +112,9 @@ def test_units_of_different_dtypes_may_be_sharded_each_on_its_own() -> None:
     assert rules("dp_shard=2", mixed, cpu_ranks(2)) == []
 
 
-def test_sparse_gradients_are_replicated_not_sharded() -> None:
+def test_sparse_gradients_may_be_sharded() -> None:
     sparse = model(sparse_gradients=("embed.weight",))
-    assert rules("dp_shard=2", sparse, cpu_ranks(2)) == ["sparse-gradients"]
+    assert rules("dp_shard=2", sparse, cpu_ranks(2)) == []
     assert rules("dp_replicate=2", sparse, cpu_ranks(2)) == []
 
 
@@ -217,9 +222,3 @@ def test_an_optimizer_of_whole_matrices_cannot_step_split_layers() -> None:
     (problem,) = problems(plan, model(), cpu_ranks(2), whole_because="Muon needs whole matrices")
     assert problem.rule == "optimizer-whole"
     assert "tp is 2" in problem.what
-
-
-def test_sparse_gradients_of_stages_are_not_averaged() -> None:
-    plan = Plan.parse("pp=2 dp_replicate=2 schedule=gpipe stages=b.1")
-    sparse = model().model_copy(update={"sparse_gradients": ("embed.weight",)})
-    assert "sparse-gradients" in [p.rule for p in problems(plan, sparse, cpu_ranks(4))]
