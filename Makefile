@@ -6,6 +6,7 @@
 # make soak    trainings killed at random times, and saves at every file event (SOAK="--quick")
 # make fuzz    100,000 hostile files for every reader, an hour or two (FUZZ="--cases 1000 --reader plan")
 # make mutants 200 places of the library changed one by one: hours (MUTANTS="--count 20 --seed 1")
+# make fuzz-modules  2,000 random modules under plans, each against one process (FUZZ="--seed 9")
 # make nightly  tests on further plans and sizes, which `make test` leaves out
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling, wording
@@ -21,7 +22,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix scorecard scorecard-nested soak fuzz mutants nightly timed check format clean
+.PHONY: help demo test matrix scorecard scorecard-nested soak fuzz fuzz-modules mutants nightly timed \
+    check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -65,6 +67,9 @@ mutants: $(STAMP)
 	@$(BIN)/python -c "import cosmic_ray" 2>/dev/null || $(BIN)/python -m pip install --quiet \
 	    --disable-pip-version-check --constraint constraints.txt cosmic-ray
 	@$(BIN)/python -m tests.mutants $(MUTANTS)
+
+fuzz-modules: $(STAMP)
+	@$(BIN)/python -m tests.fuzz_modules $(FUZZ)
 
 nightly: $(STAMP)
 	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly; \

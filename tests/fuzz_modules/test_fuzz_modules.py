@@ -1,0 +1,100 @@
+"""Sixty random programs, each under two of the plans; `make fuzz-modules` tries 2,000 under all."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fuzz_modules.program import BLOCKS, Program
+from tests.fuzz_modules.results import ALLOWED, Case, Outcome, counts_of
+from tests.fuzz_modules.run import PLANS, cases_of
+from tests.fuzz_modules.structures import Structure
+from tests.fuzz_modules.unusual import UNUSUAL
+from tests.nightly import nightly
+from tests.workers import Pool
+
+PROGRAMS, TOGETHER = 60, 10
+WHOLE = PLANS[:2]
+"""Plans under which each rank runs the whole model: what one process trains, they train."""
+BROKE = ("sparse-table", "in-place", "hooked", "several-dtypes", "changed-parameter", "by-turns")
+"""Blocks that an engine once got wrong, or refused under all plans that shard."""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("first", range(0, PROGRAMS, TOGETHER))
+def test_programs_train_like_one_process_or_are_refused(pool: Pool, first: int) -> None:
+    outcomes: Counter[Outcome] = Counter()
+    for seed in range(first, first + TOGETHER):
+        plans = (WHOLE[seed % 2], PLANS[2:][seed // 2 % 2])
+        for case in cases_of(Program(seed), plans, pool):
+            assert case.outcome in ALLOWED, f"--only {seed} under {case.plan}: {case.text}"
+            outcomes[case.outcome] += 1
+    assert outcomes[Outcome.TRAINED] > outcomes[Outcome.REFUSED]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [*BROKE, *nightly(*sorted(set(UNUSUAL) - set(BROKE)))])
+def test_an_unusual_block_trains_where_ranks_run_the_whole_model(pool: Pool, name: str) -> None:
+    for seed in range(2):
+        for case in cases_of(Program(seed, only=(name,)), WHOLE, pool):
+            assert case.outcome is Outcome.TRAINED, f"{case.again} under {case.plan}: {case.text}"
+
+
+def test_a_program_is_the_same_every_time_and_every_block_is_drawn() -> None:
+    first, again = Program(3).build().state_dict(), Program(3).build().state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert str(Program(3)) == str(Program(3)) != str(Program(4))
+    drawn = {name for seed in range(300) for name, _ in Program(seed).blocks}
+    assert drawn == set(BLOCKS)
+
+
+def test_a_block_that_is_left_out_leaves_the_others_as_they_were() -> None:
+    whole = next(p for p in map(Program, range(50)) if p.drawn["holder"] == "list" and p.blocks[1:])
+    smaller = Program(whole.seed, frozenset({0}))
+    assert smaller.blocks == whole.blocks[1:]
+    assert smaller.again == f"--only {whole.seed} --without 0"
+    times = whole.blocks[0][1]
+    texts = [str(model.blocks[n]) for model, n in ((whole.build(), times), (smaller.build(), 0))]
+    assert texts[0] == texts[1]
+
+
+class Differing(Structure):
+    """Each model that is built computes something else."""
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        model.first.register_forward_hook(Scaled(next(_NUMBERS)))  # type: ignore[union-attr]
+        return model
+
+
+class Scaled:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output * self.factor
+
+
+_NUMBERS = itertools.count(1)
+
+
+@pytest.mark.dist
+def test_a_difference_is_reported(pool: Pool) -> None:
+    """The fuzzer's own test."""
+    (case,) = cases_of(Differing("plain"), PLANS[:1], pool)  # type: ignore[arg-type]
+    assert case.outcome is Outcome.DIFFERED, case
+    assert case.text.startswith("loss ")
+
+
+def test_causes_are_counted_without_names() -> None:
+    texts = ["split: `a.0` of 3", "split: `b.1` of 3", "`c` is late"]
+    cases = [
+        Case(program="", again="", plan="tp=2", outcome=Outcome.REFUSED, text=text)
+        for text in texts
+    ]
+    (counts,) = counts_of(cases)
+    assert counts.refusals == {"split: `_` of 3": 2, "`_` is late": 1}
