@@ -10,7 +10,8 @@ from advisor.cost.loads import Loads
 from advisor.cost.states import zero_level
 from advisor.cost.unit_load import UnitLoad
 from engines.plan import DataParallel, Plan
-from profiles.workload.stack import Stack
+from profiles.model.profile import LOSS
+from profiles.workload.stack import TORCH, Loss, Stack
 
 # Gradients are sent in flat messages: the buckets of DistributedDataParallel (bucket_cap_mb=25, in
 # MiB), and those of a stage's replicas (engines/data/replicas.py).
@@ -41,7 +42,9 @@ Gathered = Callable[[int, int], float]
 """Whole parameters while entry `i` works and entry `following` is fetched (-1: none)."""
 
 
-def gathered_by_torch(plan: Plan, loads: Loads) -> Gathered:
+def gathered_by_torch(plan: Plan, loads: Loads, stack: Stack = TORCH) -> Gathered:
+    """Parameters that FSDP2 or autocast holds besides the resident ones; a chunked loss reads those
+    of the head before it."""
     share, kind = loads.compute_share, plan.data_parallel
     units = loads.entries
     copies = [u.parameter_bytes * share if u.is_separate else 0.0 for u in units]
@@ -62,8 +65,12 @@ def gathered_by_torch(plan: Plan, loads: Loads) -> Gathered:
             return root + seen[-1]
         return root + seen[i] + (following_bytes(following) if following > i else 0.0)
 
+    reads_head = stack.loss is Loss.CHUNKED and bool(units) and units[-1].name == LOSS
+
     def one_by_one(i: int, following: int) -> float:
-        return root + copies[i] + following_bytes(following)
+        is_read = reads_head and i == len(units) - 1 and following != i - 1
+        head = copies[i - 1] if is_read else 0.0
+        return root + head + copies[i] + following_bytes(following)
 
     if kind in WHOLE:
         return autocast

@@ -171,7 +171,7 @@ def moments_of(
     away = activations_leave(plan, device)
     if stack.states is None:
         gradients = gradients_of_torch(plan, loads, on_device=not states_leave(plan, device))
-        gathered = gathered_by_torch(plan, loads)
+        gathered = gathered_by_torch(plan, loads, stack)
     else:
         gradients = own_gradients(own_gradient_bytes, loads, stack)
         gathered = own_gathered(plan, loads)

@@ -12,9 +12,9 @@ from advisor.cost.staged import staged
 from advisor.cost.threads import threaded
 from advisor.cost.updates import updated
 from advisor.inputs.facts import Facts
-from engines.plan import DataParallel, Plan
+from engines.plan import DataParallel, PartialPlan, Plan
 from profiles.errors import PlanError
-from profiles.workload.stack import compiled
+from profiles.workload.stack import chunked, compiled
 
 
 class CostModel(CostContext):
@@ -24,12 +24,13 @@ class CostModel(CostContext):
         super().__init__(facts, calibration)
         # A plan names its whole batch, and its cost does not depend on the amount of memory.
         self._estimates: dict[Plan, Estimate] = {}
-        self._compiled: CostModel | None = None
+        self._others: dict[str, CostModel] = {}
 
     def estimate(self, plan: Plan) -> Estimate:
         """See `advisor.cost.estimate`."""
-        if plan.compile and not self.stack.compiled:
-            return self.compiled().estimate(plan)
+        own = self.under(plan)
+        if own is not self:
+            return own.estimate(plan)
         if plan not in self._estimates:
             self._estimates[plan] = self._estimate(plan)
         return self._estimates[plan]
@@ -67,24 +68,29 @@ class CostModel(CostContext):
         if not self.shares_sums(facts):
             return CostModel(facts)
         mine, model = self.facts.cluster, copy(self)
-        model.facts, model._compiled = facts, None
+        model.facts, model._others = facts, {}
         if mine != facts.cluster.model_copy(update={"device": mine.device}):
             model._algorithms, model._estimates, model._stages = {}, {}, {}
         return model
 
-    def compiled(self) -> CostModel:
-        """Cost model of the same facts with compiled blocks."""
-        if self.stack.compiled:
+    def under(self, plan: Plan | PartialPlan) -> CostModel:
+        """Cost model of the same facts, with what the settings of `plan` change of the stack."""
+        stack = self.stack
+        if plan.compile and not stack.compiled:
+            stack = compiled(stack)
+        if plan.loss_chunks and plan.loss_chunks > 1:
+            stack = chunked(stack, plan.loss_chunks)
+        if stack is self.stack:
             return self
-        if self._compiled is None:
+        if stack.name not in self._others:
             facts = self.facts
-            self._compiled = CostModel(
+            self._others[stack.name] = CostModel(
                 Facts(
                     model=facts.model,
                     cluster=facts.cluster,
                     workload=facts.workload,
-                    stack=compiled(facts.stack),
+                    stack=stack,
                 ),
                 self.calibration,
             )
-        return self._compiled
+        return self._others[stack.name]

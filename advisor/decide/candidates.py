@@ -48,8 +48,7 @@ def searched(
     is_long: bool | None = None,
 ) -> Search:
     """Return a search over the plans of `legal_plans`, for the facts of `cache`."""
-    if partial.compile:
-        cache = cache.compiled()
+    cache = cache.under(partial)
     space = cache.space(partial, offload=offload, styles=styles, is_long=is_long)
     return Search(cache, policy, space, StageSearch(cache, partial, policy))
 

@@ -149,7 +149,8 @@ def _rounds(plan: Plan) -> str:
 
 
 def _recomputed(plan: Plan) -> str:
-    return f", {plan.recompute} recompute" if plan.recompute is not Recompute.NONE else ""
+    words = [f", {plan.recompute} recompute"] * (plan.recompute is not Recompute.NONE)
+    return "".join([*words, *[f", loss in {plan.loss_chunks} chunks"] * (plan.loss_chunks > 1)])
 
 
 def _cut_axes(plan: Plan) -> tuple[str, ...]:

@@ -16,13 +16,11 @@ from advisor.decide.decide import Choice, decide
 from advisor.decide.levers import RANK, lora, qlora
 from advisor.decide.offload import with_disk
 from advisor.inputs.changed_facts import (
-    LOSS_CHUNKS,
     TOKENS_STEP,
     Lever,
     value,
     varied,
     with_8_bit_states,
-    with_chunked_loss,
 )
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
@@ -90,7 +88,6 @@ def _changes(
         words = f"step with AdamW, which can be sharded, in place of {name}"
         yield from _verified(words, _with(facts, workload=workload), tried, partial)
     yield from _smaller_states(facts, tried, partial)
-    yield from _smaller_loss(facts, tried, partial)
     yield from _adapters(facts, tried, partial)
     # If only main memory is too small, that comes before larger changes.
     yield from _main_memory(facts, tried, partial)
@@ -176,14 +173,6 @@ def _smaller_states(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterat
     changed = with_8_bit_states(facts)
     if changed is not None:
         yield from _verified("step with 8-bit AdamW", changed, tried, partial)
-
-
-def _smaller_loss(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
-    """Try a loss over a part of the tokens at a time."""
-    changed = with_chunked_loss(facts)
-    if changed is not None:
-        words = f"compute the loss in {LOSS_CHUNKS} chunks of the tokens (in your own code)"
-        yield from _verified(words, changed, tried, partial)
 
 
 def _adapters(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from advisor.cost import CostModel, Estimate
+from advisor.decide import loss_chunks
 from advisor.inputs.facts import Facts, captured
 from advisor.inputs.stacks import is_of_engines
 from advisor.search.ranking import Candidate, weigh
 from engines.legality import problems
-from engines.plan import Offload, Plan, Recompute
+from engines.plan import Offload, PartialPlan, Plan, Recompute
 from profiles.record import Record
 from profiles.units import format_gib, format_percent, format_seconds
 from profiles.workload.lora import takes_lora, with_lora
-from profiles.workload.losses import has_loss_after_head
-from profiles.workload.stack import Loss, Selective, States
+from profiles.workload.stack import LOSS_CHUNKS, Selective, States
 
 if TYPE_CHECKING:
     from advisor.decide.decision import Decision
@@ -81,11 +81,7 @@ class _Lever:
 
 def chunked_loss(facts: Facts) -> Facts | None:
     """Compute head and loss together, a part of the tokens at a time."""
-    if facts.tokens_per_sample is None or not has_loss_after_head(facts.model.units):
-        return None
-    if facts.stack.loss in (Loss.CHUNKED, Loss.HEAD):
-        return None
-    return _with_stack(facts, "chunked loss", loss=Loss.CHUNKED)
+    return facts if loss_chunks.is_open(facts, PartialPlan()) else None
 
 
 def fp8_products(facts: Facts) -> Facts | None:
@@ -163,8 +159,9 @@ LEVERS = (
     ),
     _Lever(
         "chunked loss",
-        "logits and loss for an eighth of the tokens at a time (Liger-Kernel, torchtune)",
+        "logits and loss for an eighth of the tokens at a time",
         chunked_loss,
+        (("loss_chunks", LOSS_CHUNKS),),
     ),
     _Lever(
         "recompute of scores",

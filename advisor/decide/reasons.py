@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from advisor.cost import CostModel, Traffic
 from advisor.cost.by_hand import crossed_s
-from advisor.decide import async_updates, gradient_comm, offload
+from advisor.decide import async_updates, gradient_comm, loss_chunks, offload
 from advisor.decide.comparison import PlanVerdict, causes, title
 from advisor.decide.decision import Alternative
 from advisor.decide.tree import Family, TreeTrace, belongs, in_leaf
@@ -57,6 +57,7 @@ def reasons(
     yield from _sequence_reason(winner, facts, policy)
     yield from _experts_reason(winner)
     yield from _by_hand_reason(winner, costs)
+    yield from loss_chunks.reason(winner, costs)
     yield from _recompute_reason(winner, costs, policy)
     yield from _runner_up_reason(winner, second, policy)
     yield from _not_replicated_reason(winner, pool, facts, policy)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from advisor.cost import CostModel
-from advisor.decide import async_updates, gradient_comm
+from advisor.decide import async_updates, gradient_comm, loss_chunks
 from advisor.decide.candidates import searched
 from advisor.decide.comparison import Kind, best_of, is_hybrid, kind
 from advisor.decide.offload import attempts, hopeless
 from advisor.decide.tree import Family, TreeTrace, belongs, in_leaf, names_hybrids
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.cache import SearchCache
-from advisor.search.legal import Styles
+from advisor.search.legal import Styles, expert_degrees
 from advisor.search.ranking import (
     Candidate,
     fastest_first,
@@ -29,6 +29,7 @@ from advisor.search.ranking import (
 )
 from advisor.search.search import Rows, Search
 from engines.plan import DataParallel, Offload, OffloadTo, PartialPlan, Schedule
+from profiles.workload.stack import LOSS_CHUNKS
 
 # Up to so many plans are all estimated, in a fraction of a second, for a complete comparison.
 _FEW_ROWS = 256
@@ -114,6 +115,29 @@ Refinement = Callable[[Deciding], None]
 def take_preferred(deciding: Deciding) -> None:
     """Take the plan that the tree or the policy prefers, without offload."""
     deciding.take(deciding.searches)
+
+
+def chunk_loss(deciding: Deciding) -> None:
+    """Search again with a chunked loss, and take its plan if that is better."""
+    costs, partial, policy = deciding.costs, deciding.partial, deciding.policy
+    winner = deciding.winner
+    is_open = loss_chunks.is_open(costs.facts, partial)
+    if not is_open or not loss_chunks.may_pay(winner, costs, policy):
+        return
+    degrees = [winner.plan.ep] if winner else expert_degrees(costs.facts, partial)
+    searches = [
+        searched(
+            deciding.cache,
+            partial.fixing(loss_chunks=LOSS_CHUNKS, **({"ep": ep} if ep > 1 else {})),
+            policy,
+            styles=deciding.styles,
+        )
+        for ep in degrees
+    ]
+    taken = _preferred(searches, policy, deciding.trace)
+    if taken is not None and loss_chunks.is_better(taken.winner, winner, policy):
+        deciding.searches += searches
+        deciding.winner, deciding.fastest = taken.winner, taken.fastest
 
 
 def offload_where_nothing_fits(deciding: Deciding) -> None:
@@ -244,6 +268,7 @@ def fastest_replicas(deciding: Deciding) -> Candidate | None:
 
 REFINEMENTS: tuple[Refinement, ...] = (
     take_preferred,
+    chunk_loss,
     offload_where_nothing_fits,
     estimate_nearest_misses,
     compare_kinds,

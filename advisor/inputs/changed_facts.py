@@ -9,7 +9,6 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.model_sizes import at_length, has_other_lengths
 from profiles.errors import InputError
 from profiles.machine.cluster import ClusterProfile, Collective, Link, LinkFit
-from profiles.model.profile import LOSS, UnitCost, UnitProfile
 from profiles.units import format_bandwidth, format_gib
 from profiles.workload.optimizers import OPTIMIZERS
 from profiles.workload.under_stack import under_stack
@@ -27,16 +26,6 @@ class Lever(StrEnum):
 
 # Sequence lengths vary in steps of this: the tile size of attention kernels (FlashAttention-2).
 TOKENS_STEP = 128
-
-
-# torchtune's `CEWithChunkedOutputLoss`: `num_output_chunks` = 8 by default.
-LOSS_CHUNKS = 8
-_OF_CHUNKS = (
-    "activation_bytes",
-    "selective_activation_bytes",
-    "forward_transient_bytes",
-    "backward_transient_bytes",
-)
 
 
 def value(facts: Facts, lever: Lever) -> float:
@@ -121,24 +110,6 @@ def with_8_bit_states(facts: Facts) -> Facts | None:
         return None
     workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw-8bit"]})
     return _with(facts, workload=workload)
-
-
-def with_chunked_loss(facts: Facts) -> Facts | None:
-    """Return facts with the loss computed over `LOSS_CHUNKS` chunks of the tokens in turn, which
-    reduces its working and saved memory to one chunk; None if samples have no tokens."""
-    model = facts.model
-    if not model.has_loss or facts.tokens_per_sample is None:
-        return None
-    units = tuple(_in_chunks(unit) if unit.name == LOSS else unit for unit in model.units)
-    return _with(facts, model=model.model_copy(update={"units": units}))
-
-
-def _in_chunks(loss: UnitProfile) -> UnitProfile:
-    def part(cost: UnitCost) -> UnitCost:
-        update = {name: getattr(cost, name) * (1 / LOSS_CHUNKS) for name in _OF_CHUNKS}
-        return cost.model_copy(update=update)
-
-    return loss.model_copy(update={"costs": {kind: part(c) for kind, c in loss.costs.items()}})
 
 
 def shown(lever: Lever, amount: float) -> str:

@@ -403,6 +403,7 @@ _NUMBERS: dict[str, Number] = {
     "ring all-reduce": _ring,
     "gradient aggregation": _setting("aggregation"),
     "hierarchical all-reduce": _setting("aggregation"),
+    "chunked loss": _setting("loss_chunks"),
     "mixed precision": _setting("precision"),
     "synchronised batch norm": _setting("sync_batch_norm"),
     "gradient compression": _setting("compression"),

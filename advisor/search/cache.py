@@ -29,7 +29,7 @@ class SearchCache:
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-        self._compiled: SearchCache | None = None
+        self._others: dict[str, SearchCache] = {}
         self._spaces: dict[Hashable, Space] = {}
         self._microbatches: dict[Hashable, Microbatch] = {}
         self._traffic: dict[tuple[Numerics, tuple[int, ...], HandedOn], BorderTraffic] = {}
@@ -49,14 +49,12 @@ class SearchCache:
         other._styles = self._styles
         return other
 
-    def compiled(self) -> SearchCache:
-        """Cache of the same facts with compiled blocks."""
-        costs = self.costs.compiled()
+    def under(self, partial: PartialPlan) -> SearchCache:
+        """Cache of the same facts, with what the settings of `partial` change of the stack."""
+        costs = self.costs.under(partial)
         if costs is self.costs:
             return self
-        if self._compiled is None:
-            self._compiled = SearchCache(costs)
-        return self._compiled
+        return self._others.setdefault(costs.stack.name, SearchCache(costs))
 
     def is_too_long(self, partial: PartialPlan, styles: Styles | None) -> bool:
         """See `advisor.search.legal.is_too_long`; `styles` follow from the profile by default."""

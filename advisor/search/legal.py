@@ -52,6 +52,7 @@ _NOT_SEARCHED = (
     "offload_to",
     "bucket_mib",
     "sequence_parallel",
+    "loss_chunks",
     *_AGGREGATION,
     *_UPDATES,
 )

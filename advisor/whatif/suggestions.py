@@ -13,7 +13,7 @@ from advisor.decide.comparison import signed_percent, title
 from advisor.decide.decide import decide
 from advisor.decide.decision import Decision
 from advisor.inputs import precision
-from advisor.inputs.changed_facts import with_8_bit_states, with_chunked_loss
+from advisor.inputs.changed_facts import with_8_bit_states
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective
 from advisor.inputs.resize import devices_in_words, next_multiple, on
@@ -116,33 +116,23 @@ def _fewer_devices(decision: Decision) -> Iterator[str]:
 
 
 def _levers(decision: Decision) -> Iterator[str]:
-    """Recompute or offload that smaller optimizer states or a smaller loss would avoid."""
-    plan = decision.plan
-    if plan.offload is Offload.NONE and plan.recompute is Recompute.NONE:
+    """Recompute or offload that smaller optimizer states would avoid."""
+    plan, changed = decision.plan, with_8_bit_states(decision.facts)
+    if changed is None or (plan.offload is Offload.NONE and plan.recompute is Recompute.NONE):
         return
-    levers = (
-        ("8-bit AdamW (`--optimizer adamw-8bit`)", with_8_bit_states(decision.facts)),
-        (
-            "the loss in chunks of the tokens (priced only: in your code)",
-            with_chunked_loss(decision.facts),
-        ),
+    if plan.offload is not Offload.NONE:
+        winner = _winner(decision, changed)
+    else:
+        winner = _fastest_that_fits(decision, changed, _with_less_recompute(plan))
+    if winner is None or not beats(winner, decision.chosen, decision.policy):
+        return
+    ending = "" if winner.plan.recompute is plan.recompute else _recomputed(winner.plan)
+    if winner.plan.offload is not plan.offload or title(winner.plan) != title(plan):
+        ending = f" by {title(winner.plan)}{ending}"
+    yield (
+        "8-bit AdamW (`--optimizer adamw-8bit`) would make a step"
+        f" {format_seconds(winner.estimate.step_s)} ({_gain(decision, winner)}){ending}"
     )
-    for words, changed in levers:
-        if changed is None:
-            continue
-        if plan.offload is not Offload.NONE:
-            winner = _winner(decision, changed)
-        else:
-            winner = _fastest_that_fits(decision, changed, _with_less_recompute(plan))
-        if winner is None or not beats(winner, decision.chosen, decision.policy):
-            continue
-        ending = "" if winner.plan.recompute is plan.recompute else _recomputed(winner.plan)
-        if winner.plan.offload is not plan.offload or title(winner.plan) != title(plan):
-            ending = f" by {title(winner.plan)}{ending}"
-        yield (
-            f"{words} would make a step {format_seconds(winner.estimate.step_s)}"
-            f" ({_gain(decision, winner)}){ending}"
-        )
 
 
 def _recomputed(plan: Plan) -> str:

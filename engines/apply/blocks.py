@@ -1,11 +1,23 @@
-"""Change how blocks run on this rank: recompute, offloaded activations, torch.compile."""
+"""Change how parts run on this rank: chunked loss, recompute, offloaded activations, compile."""
 
 from __future__ import annotations
 
 from engines.apply.build import Build
+from engines.blocks.chunked_loss import chunk_loss
 from engines.blocks.compile import compile_blocks
 from engines.blocks.recompute import recompute_blocks
 from engines.offload.activations import offload_activations
+from engines.runtime.failures import all_ranks_succeed
+from profiles.workload.losses import head_of
+
+
+def chunk(build: Build) -> None:
+    """Compute head and loss together, a part of the tokens at a time."""
+    if build.plan.loss_chunks > 1:
+        head = head_of(build.profile.units)
+        assert head is not None  # the plan is legal
+        with all_ranks_succeed("chunking the loss", timeout_s=build.world.timeout_s):
+            chunk_loss(build.model, build.plan, head.name)
 
 
 def recompute(build: Build) -> None:

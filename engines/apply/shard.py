@@ -27,10 +27,10 @@ def shard(build: Build) -> None:
         return
     if not build.is_placed:
         build.model.to(build.world.device)
-    # The replicas of a pipeline average their gradients when a step is over. So do those of split
-    # layers with unused parameters: to find these DDP flattens outputs, also split logits.
+    # The replicas of a pipeline average their gradients when a step is over. So do those of models
+    # with unused parameters and unmade logits: to find these DDP flattens outputs.
     averages_itself = build.pipeline is not None or (
-        build.plan.tp > 1 and build.profile.may_skip_parameters
+        build.plan.tp * build.plan.loss_chunks > 1 and build.profile.may_skip_parameters
     )
     if build.mesh.replicas.size > 1 and not averages_itself:
         _replicate(build)
@@ -65,6 +65,7 @@ def _shard_parameters(build: Build) -> None:
             mesh=mesh.shards,
             mixed=build.is_mixed,
             local=build.local,
+            read_later=build.profile.units[-2].name if plan.loss_chunks > 1 else None,
             ignored=build.experts.parameters if build.experts is not None else (),
             fill=weights.fill if weights is not None else None,
             offload=partial(offload_shards, pool=pool) if pool is not None and in_files else None,

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from engines.apply.assemble import assemble
-from engines.apply.blocks import compile_, recompute
+from engines.apply.blocks import chunk, compile_, recompute
 from engines.apply.build import Build, Training
 from engines.apply.prepare import prepare
 from engines.apply.proofs import Proofs
@@ -132,6 +132,7 @@ def apply_plan(
     make_stages(build, sample)
     fill(build)
     split(build)
+    chunk(build)
     recompute(build)
     compile_(build)
     shard(build)

@@ -60,6 +60,7 @@ def shard(
     mesh: DeviceMesh,
     mixed: bool,
     local: Container[str] | None = None,
+    read_later: str | None = None,
     ignored: Iterable[nn.Parameter] = (),
     fill: Callable[[nn.Module], None] | None = None,
     offload: Callable[[FSDPModule], None] | None = None,
@@ -70,6 +71,8 @@ def shard(
     parameters (small ones, and ones that are used in several places) form the root group.
     `mixed` computes in bf16 on fp32 shards, reduces gradients in fp32 and returns fp32 outputs.
     `local`: first names of the parameters of this rank's stages, in a pipeline.
+    `read_later`: the unit whose parameters are read after its forward, for a chunked loss: they
+    stay gathered until its backward.
     `ignored`: parameters that FSDP2 leaves alone; they are moved to the device.
     `fill` gives a unit its values just before it is cut, so that one unit at a time is whole.
     `offload` moves the shards of a unit off the device as soon as it is cut.
@@ -93,7 +96,8 @@ def shard(
                 cut = fully_shard(
                     module,
                     mesh=mesh,
-                    reshard_after_forward=plan.data_parallel not in _KEEP_PARAMETERS,
+                    reshard_after_forward=plan.data_parallel not in _KEEP_PARAMETERS
+                    and unit.name != read_later,
                     mp_policy=_precision(mixed),
                     offload_policy=_offload(plan, mesh),
                     ignored_params=whole,

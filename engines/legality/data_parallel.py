@@ -39,4 +39,4 @@ def threads(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
         )
 
 
-_OF_PROCESSES = ("sync_batch_norm", "compile", "compression", "updates", "servers")
+_OF_PROCESSES = ("sync_batch_norm", "compile", "compression", "updates", "servers", "loss_chunks")

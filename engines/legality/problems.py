@@ -12,6 +12,7 @@ from engines.legality.async_updates import updates
 from engines.legality.context import context
 from engines.legality.data_parallel import threads
 from engines.legality.experts import experts
+from engines.legality.loss import chunked_loss
 from engines.legality.manual_placement import by_hand
 from engines.legality.offload import offload
 from engines.legality.pipeline import pipeline
@@ -240,6 +241,7 @@ RULES: tuple[Rule, ...] = (
     recompute,
     changed_parameters,
     compiled,
+    chunked_loss,
     aggregation,
     updates,
     by_hand,

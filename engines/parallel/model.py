@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from engines.blocks.autocast import as_fp32, autocast
+from engines.blocks.logits import whole_tensors
 from engines.blocks.recompute import explained_recompute
 from engines.context.context import Context
 from engines.data.batch_norm import explained_single_values
@@ -49,7 +50,6 @@ from engines.runtime.steps import Steps
 from engines.runtime.world import World, rank_error_context
 from engines.state.checkpoint.save import CheckpointSave
 from engines.state.layout import LayerSplit, Layout
-from engines.tensor.logits import whole_tensors
 from profiles.capture.batch import Batch, call_model, loss_of
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
@@ -215,12 +215,12 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             )
         if torch.is_grad_enabled():
             self._require_own_step()
-        if self._context is not None:
-            output = self._context.forward(self._called, args, kwargs)
-        else:
-            output = self._called(*args, **kwargs)
-        if self._split is not None:
-            output = whole_tensors(output)
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return whole_tensors(self._called(*args, **kwargs))
+
+        context = self._context
+        output = context.forward(whole, args, kwargs) if context else whole(*args, **kwargs)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 # A backward leaves gradients to settle; a forward alone changes none.
@@ -228,7 +228,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         return output
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward` for a loss that is computed here: split logits may stay split."""
+        """`forward` for a loss that is computed here: logits may stay split, or unmade."""
         try:
             with (
                 explained_reduction(),

@@ -219,10 +219,14 @@ class Pipeline:
         return stages
 
     def _can_split(self, segment: Segment) -> bool:
-        """False under FSDP2: it takes the end of the inputs' half for the end of the backward."""
-        return not self._plan.data_parallel.is_sharded and can_split(
-            segment, self._flow, self._model
+        """False under FSDP2: it takes the end of the inputs' half for the end of the backward.
+
+        A chunked loss has all its gradients at once, and gives them once.
+        """
+        is_whole = self._plan.data_parallel.is_sharded or (
+            segment.is_last and self._plan.loss_chunks > 1
         )
+        return not is_whole and can_split(segment, self._flow, self._model)
 
     def _recording(self, piece: Batch) -> Recording:
         key = self._key(piece)

@@ -82,6 +82,7 @@ class PartialPlan(Record):
     offload_to: OffloadTo | None = None
     bucket_mib: Count | None = None
     sequence_parallel: bool | None = None
+    loss_chunks: Count | None = None
 
     @field_validator("tensor_styles", mode="before")
     @classmethod
@@ -185,6 +186,8 @@ _SYNONYMS = {
     "staleness": "max_staleness",
     "bucket_cap_mb": "bucket_mib",
     "sp": "sequence_parallel",
+    "chunked_loss": "loss_chunks",
+    "num_output_chunks": "loss_chunks",
 }
 """Words that people bring along from other tools, and what they are called here."""
 _MAY_BE_ZERO = ("zero", "servers", "backup_workers", "max_staleness")

@@ -73,6 +73,8 @@ class Plan(Document):
         bucket_mib: gradients of DDP that go in one message, MiB (`bucket_cap_mb` of torch).
         sequence_parallel: norms, dropout and residual sums of split blocks over the tp axis too, by
             tokens (arXiv:2205.05198).
+        loss_chunks: parts of a microbatch's tokens for which head and cross-entropy are computed
+            one after the other, gradients with them; 1 makes whole logits.
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -108,6 +110,7 @@ class Plan(Document):
     offload_to: OffloadTo = OffloadTo.HOST
     bucket_mib: Count = 25
     sequence_parallel: bool = False
+    loss_chunks: Count = 1
 
     @model_validator(mode="before")
     @classmethod

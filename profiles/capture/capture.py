@@ -112,6 +112,7 @@ def capture(
         batch_norms=tuple(path for path, module in model.named_modules() if is_batch_norm(module)),
         has_loss=one.has_loss,
         loss_terms=one.loss_terms,
+        logits_read_by=one.logits_read_by,
         is_proportional=any(second is None for _, second in looks.values()),
         flow=_flow(one.flow, two.flow if two is not None else None, samples),
         experts_per_token=_experts_per_token(model),

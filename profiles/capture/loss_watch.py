@@ -22,6 +22,7 @@ from profiles.capture.batch import Batch
 from profiles.capture.batch_tree import batch_items
 from profiles.model.loss_terms import LossTerms
 from profiles.torch_compat import map_leaves, tensors_in, without_modes
+from profiles.torch_compat.logits import ABOUT_GRADIENT, ABOUT_SHAPE, DETACHES, keeps_last
 
 _SAME = frozenset({"clone", "contiguous", "detach", "long", "to"})
 _MOVES = frozenset(
@@ -29,6 +30,8 @@ _MOVES = frozenset(
     | {"unsqueeze", "view", "view_as"}
 )
 _LOSSES = {function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)}
+
+_SILENT = ABOUT_SHAPE | ABOUT_GRADIENT | DETACHES
 
 
 class LossWatch(TorchFunctionMode):
@@ -39,6 +42,10 @@ class LossWatch(TorchFunctionMode):
         self._numbers: dict[str, Tensor] = {}
         self._doubles: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._seen: list[LossTerms | None] = []
+        self._products: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._count = 0
+        self._of_loss: int | None = None
+        self._readers: dict[int, str] = {}
         first = 0
         for name, value in batch_items(batch):
             if isinstance(value, Tensor) and value.ndim and _is_index(value):
@@ -54,6 +61,13 @@ class LossWatch(TorchFunctionMode):
         first = self._seen[0] if self._seen else None
         return first if all(terms == first for terms in self._seen) else None
 
+    @property
+    def logits_read_by(self) -> str:
+        """See `ModelProfile`: the readers of the product that a cross-entropy takes, else those of
+        the last one."""
+        last = self._of_loss if self._of_loss is not None else self._count
+        return self._readers.get(last, "")
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -65,10 +79,37 @@ class LossWatch(TorchFunctionMode):
         if func in _LOSSES:
             self._seen.append(self._terms(_LOSSES[func].bind(*args, **kwargs)))
         result = func(*args, **kwargs)
+        self._follow_product(func, args, kwargs, result)
         name = getattr(func, "__name__", "")
         if self._doubles and (name in _SAME or name in _MOVES):
             self._follow(func, args, kwargs, result)
         return result
+
+    def _follow_product(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: object
+    ) -> None:
+        """Follow products of linear layers through what leaves their last dimension alone."""
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        taken = [(tensor, n) for tensor in given if (n := self._product_of(tensor)) is not None]
+        if func is F.linear and isinstance(result, Tensor):
+            self._count += 1
+            self._products[id(result)] = weakref.ref(result), self._count
+        if not taken or func in _SILENT or not torch.is_grad_enabled() or not tensors_in(result):
+            return  # sizes, strides and storages are asked for by the look itself
+        (first, number), *others = taken
+        is_first = bool(args) and args[0] is first and not others
+        if is_first and keeps_last(func, first.shape, args[1:], kwargs):
+            if isinstance(result, Tensor):
+                self._products[id(result)] = weakref.ref(result), number
+        elif is_first and func is F.cross_entropy and _is_by_rows(args, kwargs):
+            self._of_loss = number
+        else:
+            for _, number in taken:
+                self._readers.setdefault(number, func.__name__)
+
+    def _product_of(self, tensor: Tensor) -> int | None:
+        alive, number = self._products.get(id(tensor), (None, None))
+        return number if alive is not None and alive() is tensor else None
 
     def _follow(
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: object
@@ -109,6 +150,16 @@ class LossWatch(TorchFunctionMode):
                     if torch.equal(compared.flatten(), numbers):
                         return LossTerms(name=name, skipped=skipped, ignored=ignored)
         return None
+
+
+def _is_by_rows(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """True if a cross-entropy is a sum or a mean over rows (tokens, classes) of class numbers."""
+    given = _LOSSES[F.cross_entropy].bind(*args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    is_old = asked["size_average"] is not None or asked["reduce"] is not None
+    is_class = not asked["target"].is_floating_point()
+    return is_class and not is_old and asked["input"].dim() == 2 and asked["reduction"] != "none"
 
 
 def _is_index(tensor: Tensor) -> bool:

@@ -56,6 +56,7 @@ def trace_parameters(subject: TracedModel) -> StepTrace:
         sparse_gradients=tuple(_sparse_weights(subject.model)),
         has_loss=has_loss,
         loss_terms=None,
+        logits_read_by="",
         peak_bytes=0,
         flow=Flow(),
         copies=(),

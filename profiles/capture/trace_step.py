@@ -41,7 +41,7 @@ class StepTrace:
         costs: by unit, in the order of first calls.
         shared: units with a parameter that code outside them uses.
         unused, sparse_gradients: names of parameters without a gradient, and with a sparse one.
-        loss_terms: see `ModelProfile`.
+        loss_terms, logits_read_by: see `ModelProfile`.
         peak_bytes: most that was live at once beside parameters, their gradients, buffers, batch;
             where every block ran.
         flow: see `ModelProfile`.
@@ -63,6 +63,7 @@ class StepTrace:
     sparse_gradients: tuple[str, ...]
     has_loss: bool
     loss_terms: LossTerms | None
+    logits_read_by: str
     peak_bytes: int
     flow: Flow
     copies: tuple[Copy, ...]
@@ -184,6 +185,7 @@ def trace_step(
             ),
             has_loss=has_loss,
             loss_terms=watch.terms,
+            logits_read_by=watch.logits_read_by,
             peak_bytes=storages.timeline.highest(ignored=ignored),
             flow=trace.flow.flow(),
             copies=tuple(trace.copies.copies) if trace.copies is not None else (),

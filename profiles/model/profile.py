@@ -168,6 +168,8 @@ class ModelProfile(Document):
         batch_norms: batch normalisation modules, in whatever mode they are.
         has_loss: whether the loss was part of what was looked at.
         loss_terms: the targets that the loss is a mean over; None where that was not seen.
+        logits_read_by: the function that reads what the last linear layer returns, other than a
+            cross-entropy over its rows; empty where none was seen.
         times: measured times of the units, by device, numerics and microbatch.
         is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
             with the batch, nothing is taken to be fixed.
@@ -199,6 +201,7 @@ class ModelProfile(Document):
     batch_norms: tuple[str, ...] = ()
     has_loss: bool = False
     loss_terms: LossTerms | None = None
+    logits_read_by: str = ""
     times: tuple[BlockTimes, ...] = ()
     is_proportional: bool = False
     flow: Flow = Flow()

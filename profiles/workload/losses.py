@@ -3,42 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost
-from profiles.model.profile import LOSS, UnitCost, UnitProfile
+from profiles.model.profile import LOSS, Numerics, UnitCost, UnitProfile
 from profiles.workload.stack import Loss
 
-# Parts that the tokens are taken in: torchtune, `num_output_chunks` of its chunked losses.
-CHUNKS = 8
-_SHARES = {Loss.CHUNKED: 1 / CHUNKS, Loss.HEAD: 0.0}
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The layer that makes the logits of the loss; `name` is its path in the model."""
+
+    name: str
+    layer: LayerCost
 
 
-def with_loss(units: Sequence[UnitProfile], loss: Loss) -> tuple[UnitProfile, ...]:
+def head_of(units: Sequence[UnitProfile]) -> Head | None:
+    """The last layer of the unit before the loss, if the loss is of what that returns."""
+    if len(units) < 2 or units[-1].name != LOSS or set(units[-1].costs) != set(units[-2].costs):
+        return None
+    unit, (cost, *_) = units[-2], units[-2].costs.values()
+    if unit.is_block or not cost.layers or not cost.layers[-1].reaches_output:
+        return None
+    layer = cost.layers[-1]
+    return Head(".".join(filter(None, (unit.name, layer.path))), layer)
+
+
+def with_loss(units: Sequence[UnitProfile], loss: Loss, *, chunks: int) -> tuple[UnitProfile, ...]:
     """Units whose loss runs as `loss` says; as they are where it is not the unit after the head.
 
-    Chunked or in one kernel with the head, logits live a part at a time: their gradients are made
-    in the forward and multiplied at once, so that what stays is the gradient of the head's input
-    (Liger-Kernel, arXiv:2410.10989, section 3.2). One kernel with the head makes logits again in
-    the backward: a product more (arXiv:2411.09009).
+    In one kernel with the head no logits live; they are made again in the backward: a product more
+    (arXiv:2411.09009). In `chunks` of the tokens, what the loss keeps and takes for its backward
+    lives a chunk at a time. Gradients are made in the forward and multiplied at once, so that what
+    stays is that of the head's input and the sum of those of its weight (Liger-Kernel,
+    arXiv:2410.10989, section 3.2), which every chunk reads and writes.
     """
-    if loss not in _SHARES or not has_loss_after_head(units) or _is_parted(units[-2]):
+    ways = {Loss.CHUNKED: chunks, Loss.HEAD: 0}
+    if loss not in ways or head_of(units) is None or _is_parted(units[-2]):
         return tuple(units)
     *others, head, last = units
     kinds = head.costs
+    changed = {
+        kind: _changed(kind, cost, last.costs[kind], ways[loss]) for kind, cost in kinds.items()
+    }
     return (
         *others,
-        head.model_copy(update={"costs": {k: _head(kinds[k], loss) for k in kinds}}),
-        last.model_copy(update={"costs": {k: _last(last.costs[k], kinds[k], loss) for k in kinds}}),
+        head.model_copy(update={"costs": {kind: pair[0] for kind, pair in changed.items()}}),
+        last.model_copy(update={"costs": {kind: pair[1] for kind, pair in changed.items()}}),
     )
-
-
-def has_loss_after_head(units: Sequence[UnitProfile]) -> bool:
-    """True if the last two units are a layer that makes logits and the loss of them."""
-    if len(units) < 2 or units[-1].name != LOSS or set(units[-1].costs) != set(units[-2].costs):
-        return False
-    cost = next(iter(units[-2].costs.values()))
-    return bool(cost.layers) and cost.layers[-1].reaches_output and not units[-2].is_block
 
 
 def _is_parted(head: UnitProfile) -> bool:
@@ -47,40 +60,57 @@ def _is_parted(head: UnitProfile) -> bool:
     return cost.output_bytes.at(1) < cost.layers[-1].output_bytes.at(1)
 
 
-def _head(cost: UnitCost, loss: Loss) -> UnitCost:
-    share, layer = _SHARES[loss], cost.layers[-1]
-    # Logits that stay for the backward are kept by what comes after the layer.
-    logits = layer.after.activation_bytes
-    after = layer.after.model_copy(
-        update={"activation_bytes": Affine(), "selective_activation_bytes": Affine()}
-    )
-    again = layer.own.forward_flop if loss is Loss.HEAD else Affine()
-    own = layer.own.model_copy(update={"backward_flop": layer.own.backward_flop + again})
-    changed: LayerCost = layer.model_copy(update={"own": own, "after": after})
-    selective = layer.after.selective_activation_bytes
-    return cost.model_copy(
-        update={
-            "layers": (*cost.layers[:-1], changed),
-            "backward_flop": cost.backward_flop + again,
-            "activation_bytes": cost.activation_bytes + logits * -1.0,
-            "selective_activation_bytes": cost.selective_activation_bytes + selective * -1.0,
-            "output_bytes": cost.output_bytes * share,
-            "forward_transient_bytes": cost.forward_transient_bytes * share,
-            "backward_transient_bytes": cost.backward_transient_bytes * share,
-        }
-    )
-
-
-def _last(cost: UnitCost, head: UnitCost, loss: Loss) -> UnitCost:
+def _changed(
+    kind: Numerics, head: UnitCost, last: UnitCost, chunks: int
+) -> tuple[UnitCost, UnitCost]:
+    """Head and loss, in one kernel where there are no chunks."""
     layer = head.layers[-1]
-    # One part's logits, over which their gradient is written.
-    part = layer.output_bytes * _SHARES[loss]
-    return cost.model_copy(
+    share, runs = (1 / chunks, chunks) if chunks else (0.0, 1)
+    # Logits that stay for the backward are kept by what comes after the layer.
+    saved, selective = layer.after.activation_bytes, layer.after.selective_activation_bytes
+    none = {"activation_bytes": Affine(), "selective_activation_bytes": Affine()}
+    again = Affine() if chunks else layer.own.forward_flop
+    summed = Affine(fixed=_weight_gradient_bytes(layer, kind) * bool(chunks))
+    added = summed * (2.0 * (runs - 1))
+    backward = {"backward_flop": again, "backward_moved_bytes": added}
+    own = layer.own.model_copy(
+        update={name: getattr(layer.own, name) + more for name, more in backward.items()}
+    )
+    new_layer = layer.model_copy(update={"own": own, "after": layer.after.model_copy(update=none)})
+    new_head = head.model_copy(
         update={
-            "activation_bytes": layer.input_bytes,
-            "selective_activation_bytes": layer.input_bytes,
-            "input_bytes": cost.input_bytes * _SHARES[loss],
-            "forward_transient_bytes": part,
-            "backward_transient_bytes": part,
+            "layers": (*head.layers[:-1], new_layer),
+            **{name: getattr(head, name) + more for name, more in backward.items()},
+            "forward_kernels": head.forward_kernels * runs,
+            "backward_kernels": head.backward_kernels * runs,
+            "activation_bytes": head.activation_bytes + saved * -1.0,
+            "selective_activation_bytes": head.selective_activation_bytes + selective * -1.0,
+            "output_bytes": head.output_bytes * share,
+            "forward_transient_bytes": head.forward_transient_bytes * share,
+            "backward_transient_bytes": head.backward_transient_bytes * share,
         }
     )
+    stays = layer.input_bytes + summed
+    part = (saved + last.activation_bytes + last.backward_transient_bytes) * share
+    new_last = last.model_copy(
+        update={
+            "forward_kernels": last.forward_kernels * runs,
+            "backward_kernels": last.backward_kernels * runs,
+            "activation_bytes": stays,
+            "selective_activation_bytes": stays,
+            "input_bytes": Affine(),
+            "forward_transient_bytes": part + stays,
+            "backward_transient_bytes": Affine(),
+        }
+    )
+    return new_head, new_last
+
+
+def _weight_gradient_bytes(layer: LayerCost, kind: Numerics) -> float:
+    """In the dtype of the product, fp32 under autocast; a tied weight has one too."""
+    if layer.weight_bytes and not layer.weight_gradient_bytes:
+        return 0.0  # frozen
+    elements = layer.inputs * layer.outputs
+    rows = layer.own.forward_flop.at(1) / (2 * elements)
+    element_bytes = layer.output_bytes.at(1) / (rows * layer.outputs) if rows else 0.0
+    return elements * element_bytes * (2 if kind is Numerics.BF16_AUTOCAST else 1)

@@ -13,11 +13,14 @@ from enum import StrEnum
 from importlib import resources
 from types import MappingProxyType
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from profiles.errors import UnknownNameError
 from profiles.model.work import AttentionKernel, FusibleKind
 from profiles.record import Record, toml_table
+
+# torchtune's `LinearCrossEntropyLoss`: `num_output_chunks` = 8 by default.
+LOSS_CHUNKS = 8
 
 
 class States(Record):
@@ -49,7 +52,7 @@ class Loss(StrEnum):
     MATERIALISED = "materialised"  # logits copied to fp32, and their log-softmax kept
     IN_PLACE = "in_place"  # softmax written over an fp32 copy of the logits, which are let go of
     FUSED = "fused"  # one kernel over logits; the gradient is written over them
-    CHUNKED = "chunked"  # head and loss together, a part of the tokens at a time
+    CHUNKED = "chunked"  # head and loss together, a part of the tokens at a time, torch's kernels
     HEAD = "head"  # head and loss in one kernel; no logits in memory
 
 
@@ -64,6 +67,7 @@ class Stack(Record):
         attention: the kernel in place of the one that was captured; None keeps that.
         fused: kinds of elementwise chains that run as one kernel; `compiled` fuses all of them.
         loss: of a language model's head.
+        loss_chunks: parts of the tokens that a chunked one takes in turn.
         states: None: fp32 parameters and gradients of FSDP2 or DDP, gathered or cast to the dtype
             of computing for the step.
         reduce_bytes: of a gradient on its way between replicas; None: as it is held.
@@ -104,6 +108,7 @@ class Stack(Record):
     fused: tuple[FusibleKind, ...] = ()
     compiled: bool = False
     loss: Loss = Loss.MATERIALISED
+    loss_chunks: PositiveInt = LOSS_CHUNKS
     states: States | None = None
     reduce_bytes: PositiveFloat | None = None
     fused_optimizer: bool = False
@@ -173,3 +178,11 @@ def compiled(stack: Stack) -> Stack:
     if stack == TORCH:
         return stack_named(COMPILED)
     return stack.model_copy(update={"name": f"{stack.name}, compiled", "compiled": True})
+
+
+def chunked(stack: Stack, chunks: int) -> Stack:
+    """The stack with head and loss computed for one of `chunks` parts of the tokens at a time."""
+    if stack.loss is Loss.CHUNKED and stack.loss_chunks == chunks:
+        return stack
+    name = f"{stack.name}, loss in {chunks} chunks"
+    return stack.model_copy(update={"name": name, "loss": Loss.CHUNKED, "loss_chunks": chunks})

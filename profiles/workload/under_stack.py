@@ -19,6 +19,7 @@ _AMOUNTS = (
     "activation_bytes",
     "selective_activation_bytes",
 )
+_OF_TORCH = (Loss.MATERIALISED, Loss.CHUNKED)
 _Change = dict[str, float]
 
 
@@ -37,7 +38,7 @@ def under_stack(model: ModelProfile, stack: Stack) -> ModelProfile:
         if key not in done:
             done[key] = {kind: _unit_cost(cost, unit, stack) for kind, cost in unit.costs.items()}
         units.append(unit.model_copy(update={"costs": done[key]}))
-    changed = with_loss(units, stack.loss)
+    changed = with_loss(units, stack.loss, chunks=stack.loss_chunks)
     return model.model_copy(update={"units": changed, "stack": stack.name})
 
 
@@ -136,7 +137,7 @@ def _rest(cost: UnitCost, name: str) -> Affine:
 
 
 def _is_saved(fusible: Fusible, stack: Stack) -> bool:
-    is_loss = fusible.kind is FusibleKind.LOSS and stack.loss is not Loss.MATERIALISED
+    is_loss = fusible.kind is FusibleKind.LOSS and stack.loss not in _OF_TORCH
     return is_loss or stack.fuses(fusible.kind)
 
 

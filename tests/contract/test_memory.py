@@ -49,6 +49,8 @@ SUBJECTS = {
     "blocks": Subject(vocabulary=512, width=128, layers=4, rows=16),
     # Embedding and head are four times as large as a block, as in small models of many languages.
     "vocabulary": Subject(vocabulary=3072, width=64, layers=2, rows=4),
+    # Their logits are 16 times as large as the head.
+    "logits": Subject(vocabulary=3072, width=16, layers=1, rows=16),
 }
 MIXED = " accumulation=2 precision=bf16"
 PLANS = {
@@ -76,6 +78,11 @@ PLANS = {
         "dp_replicate=2 zero=2" + MIXED,
         "dp_shard=2",
         "dp_shard=2 accumulation=3 recompute=full",
+    ),
+    ("logits", 2): (
+        "dp_replicate=2 loss_chunks=4",
+        "dp_replicate=2 zero=2 loss_chunks=4" + MIXED,
+        "dp_shard=2 loss_chunks=4",
     ),
 }
 EACH = [(name, plan) for (name, _), plans in PLANS.items() for plan in plans]

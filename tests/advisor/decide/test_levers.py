@@ -122,7 +122,9 @@ def test_recompute_of_scores_is_a_lever_where_scores_are_saved() -> None:
 def test_levers_of_the_engines_are_settings_of_plans() -> None:
     decision = decided(on())
     applied = [each for each in levers.gains(decision) if each.settings]
-    assert {each.name for each in applied} == {"compile", "offload activations"}
+    assert {each.name for each in applied} == {
+        "compile", "offload activations", "chunked loss",
+    }  # fmt: skip
     for each in applied:
         partial = decision.partial.fixing(**PartialPlan.parse(each.settings).fixed)
         assert choose(decision.facts, partial=partial).plan == each.plan

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from advisor.decide.choose import choose
-from advisor.inputs.changed_facts import LOSS_CHUNKS, with_8_bit_states, with_chunked_loss
+from advisor.inputs.changed_facts import with_8_bit_states
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.inputs.resize import on
@@ -86,19 +84,7 @@ def test_eight_bit_states_are_suggested_where_they_avoid_recompute() -> None:
         promised_s = decision.estimate.step_s * (1 + float(percent) / 100)
         assert best <= promised_s + 0.005 * decision.estimate.step_s  # as it is printed
         assert promised_s < decision.estimate.step_s / 1.05
-    assert tried == 4  # at 18 GiB the plan has no recompute
-
-
-def test_a_chunked_loss_works_in_a_part_of_its_memory() -> None:
-    whole = facts(MIDDLE, gpus(1, 4), batch=8)
-    changed = with_chunked_loss(whole)
-    assert changed is not None
-    before, after = whole.model.units[-1], changed.model.units[-1]
-    for kind, cost in before.costs.items():
-        expected = cost.forward_transient_bytes.at(2) / LOSS_CHUNKS
-        assert after.costs[kind].forward_transient_bytes.at(2) == pytest.approx(expected)
-        assert after.costs[kind].input_bytes == cost.input_bytes  # the logits themselves
-    assert changed.model.units[:-1] == whole.model.units[:-1]
+    assert tried == 3  # from 16 GiB on the plan has no recompute
 
 
 def test_the_memory_objective_gets_no_suggestions_about_time() -> None:

@@ -61,6 +61,7 @@ def plans(draw: st.DrawFn) -> Plan:
             draw(st.dictionaries(name, st.sampled_from(["column", "row"]), max_size=3)).items()
         ),
         sequence_parallel=draw(st.booleans()),
+        loss_chunks=draw(st.integers(1, 16)),
         aggregation=draw(st.sampled_from(Aggregation)),
         compression=draw(st.sampled_from(Compression)),
         compression_rank=draw(degree),
@@ -125,7 +126,7 @@ def test_servers_and_backup_workers_are_ranks_besides_the_replicas() -> None:
 
 LATER = ("aggregation", "compression", "compression_rank", "updates", "sync_every", "servers",
          "backup_workers", "max_staleness", "offload_to", "bucket_mib",
-         "sequence_parallel")  # fmt: skip
+         "sequence_parallel", "loss_chunks")  # fmt: skip
 
 
 def test_a_plan_that_leaves_newer_settings_alone_keeps_its_hash() -> None:

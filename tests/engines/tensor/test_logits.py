@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engines.blocks.logits import whole_tensors
 from engines.state.slices import Slice
 from engines.tensor.collectives import GroupCollectives
-from engines.tensor.logits import VocabLogits, whole_tensors
+from engines.tensor.logits import VocabLogits
 from tests.workers import Pool
 
 VOCABULARY = 11  # odd: the last of four ranks has less

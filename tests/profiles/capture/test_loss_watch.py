@@ -85,3 +85,33 @@ def test_losses_inside_of_transformers(name: str, skipped: int) -> None:
     model: Any = getattr(zoo, name)()
     terms = capture(model, zoo.TOKENS).loss_terms
     assert terms == LossTerms(name="labels", skipped=skipped)
+
+
+def capped(logits: Tensor, labels: Tensor) -> Tensor:
+    """With an accuracy beside it, which wants no gradient."""
+    (logits.detach().argmax(-1) == labels).float().mean()
+    bounded = 3.0 * torch.tanh(logits / 3.0)
+    return F.cross_entropy(bounded.view(-1, 9), labels.view(-1), label_smoothing=0.1)
+
+
+def with_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return capped(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reader"),
+    [
+        (shifted_by_slices, ""),
+        (shifted_by_padding, ""),
+        (summed, ""),
+        (of_two, ""),
+        (capped, ""),
+        (of_log_probabilities, "log_softmax"),
+        (of_squares, "mean"),
+        (with_entropy, "logsumexp"),
+    ],
+)
+def test_who_else_reads_the_logits_is_named(
+    loss_fn: Callable[[Tensor, Tensor], Tensor], reader: str
+) -> None:
+    assert capture(Tokens(), (IDS, IDS.clone()), loss_fn=loss_fn).logits_read_by == reader

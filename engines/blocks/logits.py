@@ -1,0 +1,126 @@
+"""Logits that look whole and are not: what happens to all of them happens to what there is.
+
+Between a head and its loss code casts logits, scales, shifts and flattens them. None of that needs
+them in memory.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from profiles.torch_compat import map_tensors, tensors_in
+from profiles.torch_compat.logits import ABOUT_GRADIENT, ABOUT_SHAPE, DETACHES, keeps_last
+
+
+class UnmadeLogits(Tensor):
+    """Logits (..., vocabulary) of which this rank has something else.
+
+    Casts, shapes that keep the last dimension, and scaling are `_applied` to it; `F.cross_entropy`
+    over the last dimension is computed by `_loss`. Everything else gets whole logits, made for it.
+    """
+
+    @abstractmethod
+    def whole(self) -> Tensor:
+        """The whole logits; all ranks that have a part call it."""
+
+    @abstractmethod
+    def _applied(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Self:
+        """`func`, which keeps the last dimension."""
+
+    @abstractmethod
+    def _read(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """One of `ABOUT_GRADIENT`."""
+
+    @abstractmethod
+    def _loss(self, asked: AskedLoss) -> Tensor | None:
+        """The loss of (tokens, vocabulary); None where it takes whole logits."""
+
+    def _made_for(self, func: Callable[..., Any]) -> Tensor:
+        """The whole logits, which `func` reads."""
+        return self.whole()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} on logits that are not made")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in ABOUT_SHAPE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        own = args[0] if args else None
+        if isinstance(own, UnmadeLogits):
+            if func in ABOUT_GRADIENT:
+                return own._read(func, args[1:], kwargs)
+            if keeps_last(func, own.shape, args[1:], kwargs):
+                return own._applied(func, args[1:], kwargs)
+            if func in DETACHES:
+                with torch.no_grad():
+                    return own.whole()
+            if func is F.cross_entropy and own.dim() == 2:
+                loss = own._loss(AskedLoss(*args[1:], **kwargs))
+                if loss is not None:
+                    return loss
+
+        def made(tensor: Tensor) -> Tensor:
+            return tensor._made_for(func) if isinstance(tensor, UnmadeLogits) else tensor
+
+        return func(*map_tensors(made, tuple(args)), **map_tensors(made, kwargs))
+
+
+@dataclass(frozen=True)
+class AskedLoss:
+    """The arguments of `F.cross_entropy` beside its input (tokens, vocabulary)."""
+
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: bool | None = field(default=None, repr=False)
+    ignore_index: int = -100
+    reduce: bool | None = field(default=None, repr=False)
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    @property
+    def is_of_classes(self) -> bool:
+        """True if targets are class numbers, and the reduction is said in the one way."""
+        is_old = self.size_average is not None or self.reduce is not None
+        return not is_old and not self.target.is_floating_point()
+
+    @property
+    def is_plain(self) -> bool:
+        """The same, without weights of classes and smoothing."""
+        return self.is_of_classes and self.weight is None and not self.label_smoothing
+
+    def terms(self) -> Tensor:
+        """The number that a mean divides the sum by, 0-d: targets that count, or their weights."""
+        is_counted = self.target != self.ignore_index
+        if self.weight is None:
+            return is_counted.sum()
+        return self.weight[torch.where(is_counted, self.target, 0)].mul(is_counted).sum()
+
+
+def whole_tensors(output: Any) -> Any:
+    """`output` with whole logits; all ranks call it."""
+    if not any(isinstance(tensor, UnmadeLogits) for tensor in tensors_in(output)):
+        return output
+    return map_tensors(lambda t: t.whole() if isinstance(t, UnmadeLogits) else t, output)
