@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 
 import torch
-from torch import nn
 
 from engines.state.optimizer import OptimizerFactory
-from profiles.errors import InputError, ModelError, UnknownNameError
+from profiles.capture.subject import require_module
+from profiles.errors import InputError, UnknownNameError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import resolve_cluster
 
@@ -16,13 +16,12 @@ OptimizerLike = torch.optim.Optimizer | OptimizerFactory | str | None
 
 
 def require_callables(model: object, loss_fn: object) -> None:
-    """Require a module, and a loss that can be called.
+    """Require a module whose shapes are known, and a loss that can be called.
 
     Raises:
         ModelError, InputError: they are something else.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"a torch.nn.Module is wanted, this is a {type(model).__name__}")
+    require_module(model)
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
             f"loss_fn is a {type(loss_fn).__name__}, it must be callable: loss_fn(output, target)",

@@ -24,12 +24,12 @@ from advisor.inputs.models import LoadedModel, load_model
 from engines.data.loader import split_rows_evenly
 from engines.parallel import ParallelModel
 from engines.parallel.parity import TOLERANCES, Difference, Tolerance, largest_difference
-from engines.plan import Compression, PartialPlan, Plan
+from engines.plan import PartialPlan, Plan
 from engines.runtime.world import World, join_world, texts_of_ranks
 from profiles.capture.batch import Batch, call_model, loss_of
 from profiles.capture.batch_rows import batch_size, split_rows
 from profiles.capture.batch_tree import batch_tensors, map_batch
-from profiles.errors import InputError, PlanError
+from profiles.errors import InputError
 from profiles.machine.host import machine_memory_bytes
 from profiles.machine.probe import probe
 from profiles.model.profile import ModelProfile
@@ -105,12 +105,11 @@ def verify(request: VerifyRequest) -> Verified | None:
     """Run the plan on this job's ranks; the result on rank 0, None on the others.
 
     Raises:
-        PlanError: the plan cannot be applied, or is not meant to equal one process.
+        PlanError: the plan cannot be applied.
         InputError: the sample has too few rows for the plan, or this machine too little memory.
         ModelError: the model cannot be built, or run on its sample.
     """
     world = join_world()
-    _require_synchronous(request.settings)
     torch.manual_seed(SEED)
     loaded = load_model(
         request.model, samples=ROWS_PER_RANK * world.size, sequence_length=request.sequence_length
@@ -333,17 +332,6 @@ def _require_rows(rows: int, settings: str) -> None:
             where=f"plan: {settings}",
             hints=[f"let the factory return a sample of {needed} rows, or a multiple"],
         )
-
-
-def _require_synchronous(settings: str) -> None:
-    plan = Plan.parse(settings)
-    if plan.updates_in_step and plan.compression is Compression.NONE:
-        return
-    raise PlanError(
-        "this plan is not meant to equal one process: it changes the training",
-        where=f"plan: {plan}",
-        hints=["verify the rest of it: without `updates=`, `servers=` and `compression=`"],
-    )
 
 
 def _require_memory(module: nn.Module, world: World) -> None:

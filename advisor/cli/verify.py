@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 RANKS = 2
 """Where neither the plan nor the user says how many."""
 LIMIT_S = 600
+RANK_BYTES = 0.5 * 2**30
+"""Of an interpreter with torch."""
 
 
 @click.command()
@@ -62,6 +64,7 @@ def verify(
     """
     from profiles.machine.launcher import launcher
 
+    _require_synchronous(settings)
     if exit_code is None and launcher().world_size == 1:
         sys.exit(_started(model, settings, ranks, seq, precision, steps, no_color=no_color))
     from advisor.auto.verify import STEPS, VerifyRequest
@@ -94,7 +97,9 @@ def _started(
     from advisor.auto.local_ranks import run_local_ranks
     from advisor.inputs.models import require_model
     from engines.plan import AXES, PartialPlan, Plan
-    from profiles.errors import PlanError
+    from profiles.errors import InputError, PlanError
+    from profiles.machine.host import machine_memory_bytes
+    from profiles.units import format_gib
 
     require_model(model)
     partial, needed = PartialPlan.parse(settings), Plan.parse(settings).world_size
@@ -105,6 +110,14 @@ def _started(
             hints=["leave `--ranks` out"],
         )
     ranks = ranks or (needed if has_degrees else RANKS)
+    memory = machine_memory_bytes()
+    if ranks * RANK_BYTES > memory:
+        raise InputError(
+            f"{ranks} ranks need {format_gib(ranks * RANK_BYTES)}, about {format_gib(RANK_BYTES)}"
+            f" each before any model; this machine has {format_gib(memory)}",
+            where="advise verify",
+            hints=["verify the plan with smaller degrees: more ranks are shared out alike"],
+        )
     options = {"--plan": settings, "--seq": seq, "--precision": precision, "--steps": steps}
     words = [str(word) for pair in options.items() if pair[1] for word in pair]
     words += ["--no-color"] if no_color else []
@@ -116,6 +129,20 @@ def _started(
         ranks=ranks,
         limit_s=LIMIT_S,
         name="the verification",
+    )
+
+
+def _require_synchronous(settings: str) -> None:
+    from engines.plan import Compression, Plan
+    from profiles.errors import PlanError
+
+    plan = Plan.parse(settings)
+    if plan.updates_in_step and plan.compression is Compression.NONE:
+        return
+    raise PlanError(
+        "this plan is not meant to equal one process: it changes the training",
+        where=f"plan: {settings}",
+        hints=["verify the rest of it: without `updates=`, `servers=` and `compression=`"],
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -15,7 +16,7 @@ from engines.optional.async_updates.exchange import UpdateExchange
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World, rank_error_context, sum_over_ranks
-from profiles.errors import InputError, PlanError
+from profiles.errors import InputError, ModelError, PlanError
 
 Module = TypeVar("Module", bound=nn.Module)
 Number = float | Tensor
@@ -29,6 +30,7 @@ class InteropMixin(nn.Module):
     state_dict: Callable[..., dict[str, Any]]  # type: ignore[assignment]
     _backward_mode: Callable[..., Any]
     _exchange: UpdateExchange
+    _has_values: bool = False
     _is_accumulating: bool = False
     _is_local: bool = False
     _is_pending: bool
@@ -146,13 +148,31 @@ class InteropMixin(nn.Module):
                 hints=["run the last forward and backward before the step outside of it"],
             )
 
-    def _require_own_exchange(self) -> None:
-        """Before a step that accumulates by itself."""
+    def _require_ready(self) -> None:
+        """Before a step that accumulates by itself, and before its first message."""
+        self._require_values()
+        if not torch.is_grad_enabled():
+            raise InputError(
+                "gradients are off where `train_step` was called: nothing could be learnt",
+                hints=["call it outside of `torch.no_grad()`, or use `eval_step(batch)`"],
+            )
         if self._is_accumulating:
             raise InputError(
                 "`train_step` inside of `no_sync`: it exchanges gradients itself, once a step",
                 hints=['its accumulation is the plan\'s: `plan="accumulation=4"`'],
             )
+
+    def _require_values(self) -> None:
+        """Before the first forward."""
+        if self._has_values:
+            return
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                raise ModelError(
+                    f"`{name}` is on the meta device: it has a shape and no values",
+                    hints=["give it values: `parallel.load(folder)`, `parallel.load_state_dict`"],
+                )
+        self._has_values = True
 
     @rank_error_context("averaging metrics")
     def global_mean(self, metrics: Mapping[str, Number], *, count: float) -> dict[str, float]:

@@ -50,7 +50,7 @@ from engines.runtime.steps import Steps
 from engines.runtime.world import World, rank_error_context
 from engines.state.checkpoint.save import CheckpointSave
 from engines.state.layout import LayerSplit, Layout
-from profiles.capture.batch import Batch, call_model, loss_of
+from profiles.capture.batch import Batch, call_model, loss_of, with_gradient
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import tensors_in
@@ -213,6 +213,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
                 where=f"plan: {self.plan}",
                 hints=["use `train_step(batch)` and `eval_step(batch)`, on all ranks"],
             )
+        self._require_values()
         if torch.is_grad_enabled():
             self._require_own_step()
 
@@ -283,7 +284,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         or periodic updates gradients are those of the rank's own part.
         """
         self._require_own_batch()
-        self._require_own_exchange()
+        self._require_ready()
         return self._redone(lambda: self._forward_backward(batch))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
@@ -386,7 +387,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
                 )
             for index, piece in enumerate(pieces):
                 with self._backward_mode(index == len(pieces) - 1), self._measured_noise(index):
-                    loss = weighted(self._loss(piece), weights[index])
+                    loss = weighted(with_gradient(self._loss(piece)), weights[index])
                     loss.backward()
                 total += loss.detach()
         return total

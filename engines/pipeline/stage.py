@@ -15,7 +15,7 @@ from engines.blocks.autocast import as_fp32, autocast
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
 from engines.pipeline.segments import Key, Segment
-from profiles.capture.batch import Batch, LossFn, call_model, loss_of
+from profiles.capture.batch import Batch, LossFn, call_model, loss_of, with_gradient
 from profiles.errors import ModelError
 from profiles.torch_compat import is_fake
 
@@ -82,6 +82,8 @@ class Stage(nn.Module):
                 " saved it",
                 hints=["hook the unit itself, or let it return the tensor"],
             )
+        if torch.is_grad_enabled():
+            loss = with_gradient(loss)
         weight = self._round.weights[number]
         # Without weight the loss is 0, also where it is NaN.
         return torch.where(weight > 0, loss.reshape(1) * weight, torch.zeros_like(weight))

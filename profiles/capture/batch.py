@@ -109,6 +109,20 @@ def loss_of(output: object, batch: Batch, loss_fn: LossFn | None) -> Tensor:
     return loss
 
 
+def with_gradient(loss: Tensor) -> Tensor:
+    """The loss of a step.
+
+    Raises:
+        ModelError: nothing that is trained is in it.
+    """
+    if not loss.requires_grad:
+        raise ModelError(
+            "the loss has no gradient for any trained parameter",
+            hints=["leave out `detach()`, `no_grad()` and rounding between parameters and loss"],
+        )
+    return loss
+
+
 def find_loss(output: object) -> Tensor | None:
     """The loss in a model's output: a scalar, `output.loss`, `output["loss"]` or the scalar that a
     tuple begins with; else None."""

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from advisor.auto.verify import Verified, VerifyRequest, verify
+from advisor.cli.main import cli
 from profiles.errors import AdvisorError
 from tests.nightly import nightly
 from tests.workers import Pool
@@ -82,8 +84,23 @@ def test_rows_that_hide_an_exchange_are_named_and_too_few_are_refused(pool: Pool
     text, _ = pool.run(verified, "of_one_row", "dp_replicate=2", world_size=2)
     assert isinstance(text, str)
     assert text.startswith("InputError: the sample has 1 row, ")
-    text, _ = pool.run(verified, "build", "dp_replicate=2 compression=powersgd", world_size=2)
-    assert text == "PlanError: this plan is not meant to equal one process: it changes the training"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--plan", "compression=powersgd"), "this plan is not meant to equal one process"),
+        (("--plan", "updates=local sync_every=2"), "this plan is not meant to equal one process"),
+        (("--plan", "dp_shard=100000"), "100000 ranks need "),
+        (("--plan", "tp=2", "--ranks", "3"), "plan `tp=2` needs 2 ranks, or a multiple; 3 are"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused_before_ranks_start(
+    words: tuple[str, ...], said: str
+) -> None:
+    result = CliRunner().invoke(cli, ["verify", f"{SUBJECTS}:build", *words])
+    assert result.exit_code == 2
+    assert said in result.stderr
 
 
 @pytest.mark.dist
