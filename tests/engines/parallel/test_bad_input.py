@@ -1,4 +1,4 @@
-"""Batches and losses that cannot be trained on: named before anything is exchanged, and survived."""
+"""Batches and losses that cannot be trained on: named before any exchange, and survived."""
 
 from __future__ import annotations
 
