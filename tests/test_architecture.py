@@ -143,9 +143,9 @@ PARSERS = {"json.load", "json.loads", "tomllib.load", "tomllib.loads", "open", "
 METHODS = {"read_text", "read_bytes", "model_validate_json"}
 # Bounds are those of `profiles.record`; beside it these read what no stranger writes.
 MAY_READ = {
+    "advisor.auto.local_ranks": "a file of its own child",
     "advisor.report.glossary": "packaged",
     "advisor.report.html": "packaged",
-    "advisor.tutorial.demo.launch": "a file of its own child",
     "advisor.tutorial.notebooks.ranks": "a file of its own child",
     "engines.state.checkpoint.agreement": "messages of ranks",
     "engines.state.checkpoint.folder": "writes, and locks",
