@@ -46,6 +46,7 @@ from profiles.workload.workload import Workload
 # Published steps of one configuration differ by 1 to 7 % between releases of the software; the
 # estimate's own range is 25 %.
 TOLERANCE = 0.15
+OF_UTILISATION = 0.25  # published as a round number, of an unsaid count of FLOP
 POLICY = Policy()
 Question = dict[str, Any]
 TABLE = tomllib.loads(Path(__file__).with_name("well_known.toml").read_text())
@@ -57,6 +58,7 @@ def cases(test: str, questions: Iterable[Question]) -> list[Any]:
     for question in questions:
         reason = question.get("misses", {}).get(test)
         marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+        marks += [pytest.mark.nightly] if question.get("nightly") else []
         parameters.append(pytest.param(question, id=question["name"], marks=marks))
     return parameters
 
@@ -172,6 +174,14 @@ def test_the_published_layout_can_be_asked_for(question: Question, facts: Facts)
 def test_the_published_layout_is_priced_near_its_step(question: Question, facts: Facts) -> None:
     candidate = priced(question, facts, question["plan"])
     assert candidate.estimate.step_s == pytest.approx(question["step_s"], rel=TOLERANCE)
+
+
+@published("price", "mfu")
+def test_the_published_layout_is_priced_near_its_utilisation(
+    question: Question, facts: Facts
+) -> None:
+    estimate = priced(question, facts, question["plan"]).estimate
+    assert estimate.mfu == pytest.approx(question["mfu"], rel=OF_UTILISATION)
 
 
 @published("range", "step_s")
