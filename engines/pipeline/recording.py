@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from profiles.capture.batch_tree import describe, map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.capture.frames import model_line
+from profiles.capture.known_values import ArrayReads, KnownValues
 from profiles.errors import BatchError, ModelError
 from profiles.model.flow import Flow
 from profiles.model.profile import Numerics
@@ -171,10 +172,32 @@ def record(
         cast: names of the units whose inputs FSDP2 casts to bf16, under `Numerics.BF16`.
         shares: units that return a part on every rank.
 
+    Code may read values that every batch has, as capture let it.
+
     Raises:
-        ModelError: the model looks at values, changes parameters, or calls other units than the
-            flow says.
+        ModelError: the model looks at other values, changes parameters, or calls other units than
+            the flow says.
     """
+    for values in (None, KnownValues()):
+        try:
+            return _recorded(model, flow, batch, values, has_target, numerics, cast, shares)
+        except ModelError as error:
+            if values is not None or not isinstance(error.__cause__, data_dependent_errors()):
+                raise
+    raise AssertionError
+
+
+def _recorded(
+    model: nn.Module,
+    flow: Flow,
+    batch: Batch,
+    values: KnownValues | None,
+    has_target: bool,
+    numerics: Numerics,
+    cast: Sequence[str],
+    shares: Shares,
+) -> Recording:
+    """`values`: none yet; those that follow from constants are put there. None is the faster."""
     numbers = unit_calls(flow)
     names = tuple(dict.fromkeys(flow.calls[number].unit for number in numbers))
     calls: list[RecordedCall] = []
@@ -201,7 +224,8 @@ def record(
         known = {id(storage_of(tensor)) for tensor in fakes.all()}
         names_of = {id(storage_of(p)): name for name, p in model.named_parameters()}
         with (
-            _WriteGuard(names_of).on(fake),
+            _WriteGuard(names_of, values).on(fake),
+            ArrayReads(values, lambda _: None) if values is not None else nullcontext(),
             without_onednn(),
             intercepted(model, names, note),
             torch.autocast("cpu", _LOW, enabled=numerics is Numerics.BF16_AUTOCAST),
@@ -274,8 +298,8 @@ class _WriteGuard(FakeRunMode):
     `parameters`: names by the ids of their storages.
     """
 
-    def __init__(self, parameters: Mapping[int, str]) -> None:
-        super().__init__()
+    def __init__(self, parameters: Mapping[int, str], values: KnownValues | None) -> None:
+        super().__init__(values)
         self._parameters = parameters
 
     def note(
