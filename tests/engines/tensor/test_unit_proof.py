@@ -110,3 +110,28 @@ def test_parameters_of_sequence_parallel_layers_have_partial_gradients() -> None
 def test_sequence_shards_that_are_not_gathered_are_refused() -> None:
     why_not, _ = verdict(Block(), {"": "sequence entry exit", **PAIR})
     assert why_not
+
+
+class Router(nn.Linear):
+    """As that of Llama 4."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(input)
+        return logits.sigmoid(), logits
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.out = Router(units.WIDTH, 4), nn.Linear(4, units.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, logits = self.router(x)
+        out: Tensor = x + self.out(scores * logits)
+        return out
+
+
+@pytest.mark.parametrize("style", ["column", "gather"])
+def test_a_linear_layer_that_returns_several_tensors_stays_whole(style: str) -> None:
+    why_not, _ = verdict(Routed(), {"router": style})
+    assert "does not run" in why_not
