@@ -274,7 +274,7 @@ class LayerCall:
         if self._takes_heads(before, after):
             self.some_heads.append(after[-2])
             return
-        if width == whole and before[:-1] == after[:-1]:
+        if width == whole and before[:-1] == after[:-1] and after[-1]:  # none is no piece
             self.pieces.append(after[-1])
         if width != whole and width not in self.pieces:
             return

@@ -343,3 +343,20 @@ def test_a_profile_survives_its_json() -> None:
     case = CASES["gpt"]
     profile = capture(case.build(), case.batch(2), loss_fn=token_loss)
     assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+def test_an_empty_split_of_a_layers_output_is_no_part_of_it() -> None:
+    class Rotated(nn.Module):
+        """Features without positions and with them; there are none of the first, as in GLM."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            still, turned, gate = self.proj(x).split([0, 8, 8], dim=-1)
+            return torch.cat([still, turned * gate], -1)
+
+    profile = capture(nn.Sequential(Rotated(), Rotated()), torch.randn(B, T, 8))
+    (layer,) = next(iter(profile.blocks())).cost(AS_BUILT).layers
+    assert layer.pieces == (8, 8)
