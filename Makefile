@@ -1,6 +1,7 @@
 # make demo    train a small GPT on two local ranks and compare prediction with measurement
 # make test    the tests
 # make matrix  30 architectures under 15 plans against one process (MATRIX="--only T5 --plan zbv")
+# make zoo     model classes of transformers under four plans, hours (ZOO="--sample 200 --plan tp2")
 # make scorecard  published runs predicted, with and without their publisher; into the README
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
 # make soak    trainings killed at random times, and saves at every file event (SOAK="--quick")
@@ -22,8 +23,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix scorecard scorecard-nested soak fuzz fuzz-modules mutants nightly timed \
-    check format clean
+.PHONY: help demo test matrix zoo scorecard scorecard-nested soak fuzz fuzz-modules mutants nightly \
+    timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -48,6 +49,10 @@ matrix: $(STAMP)
 	@echo "== the matrix: 450 cells, about 10 minutes on 2 cores; kept in tests/matrix/results.json"
 	@start=$$SECONDS; $(BIN)/python -m tests.matrix $(MATRIX); \
 	echo "== the matrix took $$((SECONDS - start)) s"
+
+zoo: $(STAMP)
+	@echo "== model classes: hours; a stopped run goes on; kept in tests/validation/zoo.json"
+	@$(BIN)/python -m tests.zoo_classes $(ZOO)
 
 scorecard: $(STAMP)
 	@echo "== the scorecard: minutes for the fits; kept in tests/scorecard/scorecard.json"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +26,10 @@ from engines.data.loader import split_rows_evenly
 from engines.parallel.parity import largest_difference
 from engines.plan import Plan
 from profiles.capture.batch import call_model, loss_of
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch_rows import batch_size, split_rows
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
-from tests.matrix.architectures import ROWS, architecture_of
+from tests.matrix.architectures import Architecture, architecture_of
 
 TOLERANCE = 1e-5
 
@@ -42,23 +43,31 @@ class Difference:
     worst_gradient: str
 
 
-def difference(name: str, plan: Plan, profile: ModelProfile) -> Difference:
+Find = Callable[[str], Architecture]
+"""Makes a row of its name; equal by value, so that what is kept of one is found again."""
+
+
+def difference(
+    name: str, plan: Plan, profile: ModelProfile, find: Find = architecture_of
+) -> Difference:
     """Run one step of architecture `name` under `plan`; all ranks of the plan call it.
 
     Raises:
         AssertionError: other parameters have gradients than on one process.
     """
-    architecture = architecture_of(name)
-    wanted_loss, wanted = _reference(name, plan.forwards * plan.data_degree)
+    architecture = find(name)
+    wanted_loss, wanted = _reference(name, plan.forwards * plan.data_degree, find)
     parallel = apply_plan(
-        copy.deepcopy(_built(name)),
+        copy.deepcopy(_built(name, find)),
         plan,
         profile=profile,
         cluster=cpu_ranks(plan.world_size),
         loss_fn=architecture.loss_fn,
         sample=architecture.batch,
     )
-    parts = split_rows(architecture.batch, split_rows_evenly(ROWS, parallel.data_world_size))
+    parts = split_rows(
+        architecture.batch, split_rows_evenly(_rows(architecture), parallel.data_world_size)
+    )
     loss = float(parallel.forward_backward(parts[parallel.data_rank]))
     got = parallel.full_gradients()
     assert got.keys() == wanted.keys(), f"not in both: {sorted(got.keys() ^ wanted.keys())}"
@@ -66,19 +75,23 @@ def difference(name: str, plan: Plan, profile: ModelProfile) -> Difference:
     return Difference(abs(loss - wanted_loss) / abs(wanted_loss), worst.value, worst.name)
 
 
+def _rows(architecture: Architecture) -> int:
+    return batch_size(architecture.batch)
+
+
 @functools.lru_cache(maxsize=1)
-def _built(name: str) -> nn.Module:
+def _built(name: str, find: Find) -> nn.Module:
     """Equal on every rank."""
     torch.manual_seed(0)
-    return architecture_of(name).build()
+    return find(name).build()
 
 
 @functools.lru_cache(maxsize=4)
-def _reference(name: str, pieces: int) -> tuple[float, dict[str, Tensor]]:
+def _reference(name: str, pieces: int, find: Find) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients on one process; kept for the plans of one architecture."""
-    architecture = architecture_of(name)
-    model, total = copy.deepcopy(_built(name)), 0.0
-    for piece in split_rows(architecture.batch, split_rows_evenly(ROWS, pieces)):
+    architecture = find(name)
+    model, total = copy.deepcopy(_built(name, find)), 0.0
+    for piece in split_rows(architecture.batch, split_rows_evenly(_rows(architecture), pieces)):
         output = call_model(model, piece, has_target=architecture.loss_fn is not None)
         loss = loss_of(output, piece, architecture.loss_fn) / pieces
         loss.backward()

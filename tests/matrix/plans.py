@@ -36,7 +36,11 @@ def plan_for(name: str, profile: ModelProfile, styles: Styles) -> Plan:
 
     `styles`: how its layers are split over a tp axis of this size.
     """
-    plan = Plan.parse(PLANS[name])
+    return completed(Plan.parse(PLANS[name]), profile, styles)
+
+
+def completed(plan: Plan, profile: ModelProfile, styles: Styles) -> Plan:
+    """`plan` with stages and styles of this model."""
     further: dict[str, object] = {"stages": borders_for(plan, profile)}
     if plan.tp > 1:
         further["tensor_styles"] = styles(plan.tp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -15,8 +15,8 @@ from profiles.capture.capture import capture
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
-from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.cell import TOLERANCE, Difference, difference
+from tests.matrix.architectures import ARCHITECTURES, architecture_of
+from tests.matrix.cell import TOLERANCE, Difference, Find, difference
 from tests.matrix.plans import plan_for
 from tests.matrix.results import Cell, Outcome
 from tests.workers import Pool, RankFailure
@@ -48,7 +48,7 @@ def cells_of(name: str, plans: Iterable[str], pool: Pool) -> Iterator[Cell]:
 
     for column in plans:
         plan = plan_for(column, profile, styles)
-        yield _cell(name, column, plan, profile=profile, pool=pool)
+        yield cell_of(name, column, plan, profile=profile, pool=pool)
 
 
 def start_ranks(pool: Pool) -> None:
@@ -61,32 +61,45 @@ def _ready() -> None:
     import torch.distributed.pipelining  # noqa: F401
 
 
-def _cell(name: str, column: str, plan: Plan, *, profile: ModelProfile, pool: Pool) -> Cell:
+def cell_of(
+    name: str,
+    column: str,
+    plan: Plan,
+    *,
+    profile: ModelProfile,
+    pool: Pool,
+    find: Find = architecture_of,
+    tolerance: float = TOLERANCE,
+    compare: Callable[..., Difference] | None = None,
+) -> Cell:
+    """Run `plan`, if it is legal, on the ranks of `pool` beside one process."""
     cell = Cell(architecture=name, plan=column, settings=str(plan), outcome=Outcome.REFUSED)
     refusals = problems(plan, profile, cpu_ranks(plan.world_size))
     if refusals:
         return cell.model_copy(update={"rule": refusals[0].rule, "text": refusals[0].what})
     ranks = plan.world_size
     try:
-        every = pool.run(difference, name, plan, profile, world_size=ranks, timeout_s=LIMIT_S)
+        every = pool.run(
+            compare or difference, name, plan, profile, find, world_size=ranks, timeout_s=LIMIT_S
+        )
     except RankFailure as failure:
         start_ranks(pool)
-        return cell.model_copy(update={"outcome": Outcome.FAILED, "text": _cause(str(failure))})
-    return cell.model_copy(update=_largest(every))
+        return cell.model_copy(update={"outcome": Outcome.FAILED, "text": cause(str(failure))})
+    return cell.model_copy(update=_largest(every, tolerance))
 
 
-def _cause(text: str) -> str:
+def cause(text: str) -> str:
     """The end of what the first rank says that did not just lose the others."""
     messages = re.split(r"^(?=rank \d+: )", text, flags=re.MULTILINE)
     first = next((t for t in messages if t and "lost contact" not in t), text)
     return first.strip()[-2000:]
 
 
-def _largest(every: list[Difference]) -> dict[str, object]:
+def _largest(every: list[Difference], tolerance: float) -> dict[str, object]:
     """The worst of all ranks. A number that is none is no parity."""
     worst = max(every, key=lambda actual: actual.gradient)
     loss = max(actual.loss for actual in every)
-    is_equal = all(actual.loss < TOLERANCE and actual.gradient < TOLERANCE for actual in every)
+    is_equal = all(actual.loss < tolerance and actual.gradient < tolerance for actual in every)
     if not (loss < float("inf") and worst.gradient < float("inf")):
         return {"outcome": Outcome.DIFFERED, "text": f"loss {loss}, gradient {worst.gradient}"}
     return {

@@ -19,27 +19,27 @@ from tests.engines.cases import cpu_ranks
 from tests.matrix import __main__ as command
 from tests.matrix import run
 from tests.matrix.architectures import ARCHITECTURES
-from tests.matrix.cell import Difference
+from tests.matrix.cell import Difference, Find
 from tests.matrix.plans import PLANS
 from tests.matrix.results import Cell, Outcome, Results
 from tests.workers import Pool
 
 
-def crash(name: str, plan: Plan, profile: ModelProfile) -> Difference:
+def crash(name: str, plan: Plan, profile: ModelProfile, find: Find) -> Difference:
     raise RuntimeError("a gradient of the wrong shape")
 
 
-def hang(name: str, plan: Plan, profile: ModelProfile) -> Difference:
+def hang(name: str, plan: Plan, profile: ModelProfile, find: Find) -> Difference:
     time.sleep(60)
     raise AssertionError
 
 
-def disagree(name: str, plan: Plan, profile: ModelProfile) -> Difference:
+def disagree(name: str, plan: Plan, profile: ModelProfile, find: Find) -> Difference:
     """Right on rank 0."""
     return Difference(0.0, 2e-5 * torch.distributed.get_rank(), "head.weight")
 
 
-def lose(name: str, plan: Plan, profile: ModelProfile) -> Difference:
+def lose(name: str, plan: Plan, profile: ModelProfile, find: Find) -> Difference:
     return Difference(math.nan, 0.0, "head.weight")
 
 

@@ -1,0 +1,148 @@
+"""Runs one class under the plans: on ranks of a kept pool, each call of which has a time limit."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engines.plan import Plan
+from engines.tensor.proposal import propose_styles
+from profiles.capture.capture import capture
+from profiles.errors import AdvisorError, PlanError
+from profiles.model.profile import ModelProfile
+from tests.matrix.cell import Difference, difference
+from tests.matrix.plans import completed
+from tests.matrix.results import Cell, Outcome
+from tests.matrix.run import cause, cell_of, start_ranks
+from tests.workers import Pool, RankFailure
+from tests.zoo_classes.subjects import Choice, NotTrained, first_that_trains
+
+PLANS: dict[str, str] = {
+    "ddp": "dp_replicate=2",
+    "zero3": "dp_shard=2",
+    "tp2": "tp=2",
+    "pp2": "pp=2 schedule=1f1b microbatches=2",
+}
+RANKS = 2
+TOLERANCE = 1e-4
+LOOK_S = 150.0
+"""Of finding a config that trains, of looking at the model and of proposing its split."""
+NO_SPLIT = "no-split"
+CRASHED = "Traceback: "
+NAMED = re.compile(r"^profiles\.errors\.(PlanError|ModelError|BatchError): (.*)", re.MULTILINE)
+"""A refusal that comes after the legality, when the plan is applied."""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A class as the main process knows it: of `profile` and `refusal` one is there.
+
+    Attributes:
+        choice: the config and batch that one process trains.
+        styles: of tp=2; none, and `no_split` says why.
+    """
+
+    choice: Choice
+    profile: ModelProfile | None = None
+    refusal: str = ""
+    styles: tuple[tuple[str, str], ...] = ()
+    no_split: str = ""
+
+
+def look(name: str, wants_styles: bool) -> Looked:
+    """Find what trains, and profile it; runs on a rank.
+
+    Raises:
+        NotTrained: one process does not train it.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        choice = first_that_trains(name)
+        row = choice(name)
+        torch.manual_seed(0)
+        model = row.build()
+        try:
+            profile = capture(model, row.batch, loss_fn=row.loss_fn, name=name)
+        except AdvisorError as error:
+            return Looked(choice, refusal=f"{type(error).__name__}: {error}")
+        if not wants_styles:
+            return Looked(choice, profile)
+        try:
+            proposal = propose_styles(
+                model, row.batch, size=2, profile=profile, has_target=row.loss_fn is not None
+            )
+        except PlanError as error:
+            return Looked(choice, profile, no_split=str(error))
+        except Exception:
+            return Looked(choice, profile, no_split=f"{CRASHED}{traceback.format_exc()}")
+        return Looked(choice, profile, styles=proposal.styles)
+
+
+def looked_at(name: str, pool: Pool, *, wants_styles: bool) -> Looked | str:
+    """Let a rank look; or say why one process does not train the class.
+
+    Raises:
+        RankFailure: the look itself crashed or did not end.
+    """
+    (looked,) = pool.run(_look_or_reason, name, wants_styles, world_size=1, timeout_s=LOOK_S)
+    assert isinstance(looked, Looked | str)
+    return looked
+
+
+def _look_or_reason(name: str, wants_styles: bool) -> Looked | str:
+    try:
+        return look(name, wants_styles)
+    except NotTrained as error:
+        return str(error)
+
+
+def cells_of(name: str, plans: Iterable[str], pool: Pool) -> Iterator[Cell] | str:
+    """The cells of a class, or why it does not count."""
+    plans = list(plans)
+    try:
+        looked = looked_at(name, pool, wants_styles="tp2" in plans)
+    except RankFailure as failure:
+        start_ranks(pool)
+        return _all(name, plans, Outcome.FAILED, "look", cause(str(failure)))
+    if isinstance(looked, str):
+        return looked
+    if looked.profile is None:
+        return _all(name, plans, Outcome.REFUSED, "look", looked.refusal)
+    return _cells(name, plans, looked, looked.profile, pool)
+
+
+def _all(name: str, plans: list[str], outcome: Outcome, rule: str, text: str) -> Iterator[Cell]:
+    for column in plans:
+        yield Cell(architecture=name, plan=column, settings=PLANS[column], outcome=outcome,
+                   rule=rule, text=text)  # fmt: skip
+
+
+def _cells(
+    name: str, plans: list[str], looked: Looked, profile: ModelProfile, pool: Pool
+) -> Iterator[Cell]:
+    for column in plans:
+        plan = completed(Plan.parse(PLANS[column]), profile, lambda _: looked.styles)
+        if plan.tp > 1 and looked.no_split:
+            crashed = looked.no_split.startswith(CRASHED)
+            outcome = Outcome.FAILED if crashed else Outcome.REFUSED
+            yield from _all(name, [column], outcome, NO_SPLIT, looked.no_split)
+            continue
+        cell = cell_of(name, column, plan, profile=profile, pool=pool, find=looked.choice,
+                       tolerance=TOLERANCE, compare=quiet_difference)  # fmt: skip
+        error = NAMED.search(cell.text) if cell.outcome is Outcome.FAILED else None
+        if error:
+            refused = {"outcome": Outcome.REFUSED, "rule": error[1], "text": error[2]}
+            cell = cell.model_copy(update=refused)
+        yield cell
+
+
+def quiet_difference(name: str, plan: Plan, profile: ModelProfile, find: Choice) -> Difference:
+    """As the matrix compares; models of transformers warn of much, which is no failure here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return difference(name, plan, profile, find)
