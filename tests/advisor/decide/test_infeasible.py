@@ -102,7 +102,7 @@ def test_shorter_sequences_are_hinted_where_the_model_has_a_closed_form() -> Non
     model = profile_from_config(
         config, samples=1, sequence_length=65536, name="long", numerics=tuple(Numerics)
     )
-    alone = gpus(1, 1, memory_gib=20)
+    alone = gpus(1, 1, memory_gib=7)
     with pytest.raises(NoPlanError) as caught:
         choose(facts(model, alone, batch=1))
     hint = next(hint for hint in caught.value.hints if hint.startswith("cut sequences to"))
