@@ -41,7 +41,21 @@ MFU, recompute, offload, noise scale, critical batch, local SGD, DiLoCo, backup 
 staleness, context parallelism, expert parallelism, NVLink, InfiniBand, gloo, NCCL, synchronisation
 point, straggler, asynchronous, synchronous, fragmentation, PowerSGD, hierarchical all-reduce,
 scatter, gather, broadcast, replicate, reduce-broadcast, tree all-reduce, parameter device, timeout,
-imbalance, split size, model parallelism by hand, pinned memory, expandable segments, large batch
+imbalance, split size, model parallelism by hand, pinned memory, expandable segments, large batch,
+scatter-reduce, mini-batch, peer-to-peer, stream, RPC, remote procedure call, RemoteModule,
+bottleneck,
+divergence, convergence, iteration, gradient, gradient descent, optimizer state, Adam, momentum,
+learning rate schedule, gradient clipping, loss scaling, GradScaler, fp16, fp8, tf32, prefetch,
+bandwidth, contention, oversubscription, topology, arithmetic intensity, memory-bound,
+compute-bound,
+kernel, CUDA graph, torch.compile, fusion, attention, cross-entropy, batch norm, dropout, backward,
+DTensor, torchrun, rendezvous, elastic training, fault tolerance, checkpoint, deadlock, OOM, meta
+device, LoRA, adapter, strong scaling, weak scaling, Amdahl's law, speedup, load balancing, NUMA,
+tensor core, HBM, GIL, thread, fork, spawn, no_sync, metric, token, unit, buffer, weight tying,
+frozen,
+expert, router, capacity factor, virtual stage, steady state, in-flight, error feedback, top-k,
+federated learning, Hogwild, BSP, gossip, SHARP, uneven inputs, unused parameters, padding, EMA,
+contrastive loss, generalization gap, small batch, utilization, goodput, determinism, parity, Pareto
 """
 WORDS = [word.strip() for word in DOCUMENTS.replace("\n", " ").split(",")]
 
