@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from advisor.inputs.facts import Facts as Facts
     from advisor.inputs.policy import Policy as Policy
     from advisor.learning.run_log import keep_run as keep_run
+    from engines.state.deferred import deferred as deferred
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = attach(
         "Policy": "advisor.inputs.policy",
         "advise": "advisor.auto.parallelize",
         "auto_parallelize": "advisor.auto.parallelize",
+        "deferred": "engines.state.deferred",
         "keep_run": "advisor.learning.run_log",
         "memory_report": "advisor.auto.memory_report",
     },

@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
+from engines.state.deferred import deferred
 from engines.state.optimizer import OptimizerFactory
 from profiles.capture.subject import require_module
-from profiles.errors import InputError, UnknownNameError
+from profiles.errors import InputError, ModelError, UnknownNameError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import resolve_cluster
 
+ModelLike = nn.Module | Callable[[], nn.Module]
 OptimizerLike = torch.optim.Optimizer | OptimizerFactory | str | None
 
 
+def module_of(model: ModelLike) -> nn.Module:
+    """A module, or what a function without arguments builds under `deferred()`.
+
+    Raises:
+        ModelError: it is something else, or the function cannot be called so.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise ModelError(
+            f"the model's function wants arguments: {error}",
+            hints=["give one without: `lambda: Model(config)`"],
+        ) from None
+    with deferred():
+        made: object = model()
+    if not isinstance(made, nn.Module):
+        raise ModelError(
+            f"the model's function returns a {type(made).__name__}, no torch.nn.Module"
+        )
+    require_module(made)
+    return made
+
+
 def require_callables(model: object, loss_fn: object) -> None:
-    """Require a module whose shapes are known, and a loss that can be called.
+    """Require a module whose shapes are known or a function, and a loss that can be called.
 
     Raises:
         ModelError, InputError: they are something else.
     """
-    require_module(model)
+    if isinstance(model, nn.Module) or not callable(model):
+        require_module(model)
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
             f"loss_fn is a {type(loss_fn).__name__}, it must be callable: loss_fn(output, target)",

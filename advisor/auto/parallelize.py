@@ -12,7 +12,14 @@ from os import PathLike
 
 from torch import nn
 
-from advisor.auto.arguments import OptimizerLike, cluster_of, optimizer_of, require_callables
+from advisor.auto.arguments import (
+    ModelLike,
+    OptimizerLike,
+    cluster_of,
+    module_of,
+    optimizer_of,
+    require_callables,
+)
 from advisor.auto.facts_from_module import LossFn, facts_from_module
 from advisor.auto.given_plan import (
     PlanLike,
@@ -58,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 def advise(
-    model: nn.Module,
+    model: ModelLike,
     *,
     sample: Batch,
     loss_fn: LossFn | None = None,
@@ -84,7 +91,8 @@ def advise(
     The result renders as a report in a terminal (`print`) and in a notebook.
 
     Args:
-        model: any module, on any device, the meta device too.
+        model: any module, on any device, the meta device too; or a function that builds it, which
+            is called under `deferred()`.
         sample: what one device would get of a global batch: a tensor, (inputs..., target), a dict
             of keyword arguments, or the one object that the model takes; with any nesting.
         loss_fn: loss_fn(output, target), for batches that are no tuples loss_fn(output, batch);
@@ -129,6 +137,7 @@ def advise(
     """
     require_callables(model, loss_fn)
     machines, optimizer = cluster_of(cluster), optimizer_of(optimizer)
+    model = module_of(model)
     partial, software = partial_plan_of(plan), stack_of(stack)
     facts = facts_from_module(
         model,
@@ -162,7 +171,7 @@ def advise(
 
 
 def auto_parallelize(
-    model: nn.Module,
+    model: ModelLike,
     *,
     sample: Batch,
     loss_fn: LossFn | None = None,
@@ -227,8 +236,9 @@ def auto_parallelize(
             microbatches. By default the targets that the loss was seen to count (those that are not
             -100, or the `ignore_index` of the cross-entropy), else the rows.
         max_grad_norm: clip gradients to this norm in `train_step`.
-        weights: of a model built on the meta device: an init function, a state dict or a path to
-            safetensors files; see `apply_plan`.
+        weights: of a model built by a function, under `deferred()` or on the meta device: a path
+            to safetensors files or a checkpoint, a state dict or an init function; by default what
+            its constructor gives it, drawn anew from `seed`. See `apply_plan`.
         cluster: facts of this job's machines, if known.
         learns: predict with constants fitted to runs on such machines, and save this run for later
             fits (see `advisor.learning.run_log`); plans that ran out of memory are not taken again.
@@ -237,7 +247,7 @@ def auto_parallelize(
             its estimate, for later plans and sizes of such models here.
         imbalance, allow_stale: as for `advise`.
         outer_optimizer: a factory, for `updates=diloco`; None is the paper's Nesterov momentum.
-        seed: of the shuffling in `ParallelModel.shard`, and of an init function.
+        seed: of the shuffling in `ParallelModel.shard`, and of initial weights.
         measure_noise: see `apply_plan`; `.noise_scale` is then the batch above which more samples
             are wasted.
         on_nonfinite: "stop", "skip" or "ignore", for losses and gradients that are nan or inf; see
@@ -259,6 +269,8 @@ def auto_parallelize(
     """
     require_callables(model, loss_fn)
     known_machines, optimizer = cluster_of(cluster), optimizer_of(optimizer)
+    model = module_of(model)
+    is_deferred = any(parameter.is_meta for parameter in model.parameters())
     software = stack_of(stack)
     require_of_engines(software)
     given = None if is_by_world_size(plan) else partial_plan_of(plan)
@@ -333,7 +345,7 @@ def auto_parallelize(
         offload_folder=offload_folder,
         proofs=proofs,
     )
-    warn_of_risks(decision, ranks=world.size)
+    warn_of_risks(decision, ranks=world.size, is_loaded=is_deferred)
     parallel.decision = decision
     parallel.next_plan = NextPlans(decision, learns=learns)
     if world.rank == 0:

@@ -13,15 +13,15 @@ from engines.runtime.preflight import job_risks
 log = logging.getLogger(__name__)
 
 
-def warn_of_risks(decision: Decision, *, ranks: int) -> None:
-    """Log the risks of this node, by its first rank."""
+def warn_of_risks(decision: Decision, *, ranks: int, is_loaded: bool = False) -> None:
+    """Log the risks of this node, by its first rank; `is_loaded`: without those of loading."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    for risk in risks_of(decision, ranks=ranks):
+    for risk in risks_of(decision, ranks=ranks, is_loaded=is_loaded):
         log.warning("%s", risk)
 
 
-def risks_of(decision: Decision, *, ranks: int) -> list[str]:
+def risks_of(decision: Decision, *, ranks: int, is_loaded: bool = False) -> list[str]:
     """The risks of this node for a job of `ranks` under the plan of `decision`, in words."""
     cluster, plan = decision.facts.cluster, decision.plan
     is_gpu = cluster.device.kind != "cpu"
@@ -34,4 +34,4 @@ def risks_of(decision: Decision, *, ranks: int) -> list[str]:
         devices=cluster.devices_per_node if is_gpu else 0,
         over_pcie=over_pcie and is_direct,
     )
-    return [*map(str, risks), *too_large_to_load(decision)]
+    return [*map(str, risks), *(() if is_loaded else too_large_to_load(decision))]

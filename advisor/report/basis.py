@@ -13,17 +13,20 @@ from advisor.cost.compute import (
 )
 from advisor.cost.ledger import disk_bytes_per_s, host_link_bytes_per_s
 from advisor.cost.loads import activation_error
-from advisor.cost.memory import shard_degree
 from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decide import levers, offload
 from advisor.decide.allocator import allocator_hint
 from advisor.decide.decision import Decision
 from advisor.inputs.stacks import compiled, is_of_engines, is_preset, summary
 from advisor.learning.constants import tier_of
-from advisor.search.ranking import Loadable, load_bytes_per_node, loading
+from advisor.search.ranking import (
+    Loadable,
+    deferred_bytes_per_node,
+    load_bytes_per_node,
+    loading,
+)
 from engines.legality import numerics
 from engines.plan import Offload, OffloadTo, Plan
-from profiles.allocator.host_memory import Loading, load_memory
 from profiles.machine.cluster import ClusterProfile, Constant, Learned, Link
 from profiles.model.profile import ModelProfile
 from profiles.model.source import CaptureSource
@@ -357,25 +360,22 @@ def too_large_to_load(decision: Decision) -> Iterator[str]:
     if memory is None or how is Loadable.WHOLE:
         return
     usable = decision.policy.usable_host_bytes(memory.value)
-    needed = load_bytes_per_node(estimate, facts.cluster)
-    fitting = int(usable // estimate.load_bytes)
-    enough = format_gib(needed / (1 - decision.policy.host_headroom_fraction))
-    fewer = f"start {fitting} rank{'s' if fitting > 1 else ''} a node, or " if fitting else ""
-    if how is Loadable.BY_STAGE:
-        own = format_gib(needed / decision.plan.pp)
+    whole = load_bytes_per_node(estimate, facts.cluster)
+    needed = deferred_bytes_per_node(decision.plan, facts)
+    if how is Loadable.DEFERRED:
         yield (
-            f"loading does not fit: {ranks} ranks build the whole model, {format_gib(needed)} of"
-            f" {format_gib(usable)} usable main memory a node; build it on the meta device and give"
-            f" `weights=`: a rank then makes its own stages alone, some {own} a node"
+            f"{ranks} ranks have no room to build the whole model each, {format_gib(whole)} of"
+            f" {format_gib(usable)} usable main memory a node: `auto_parallelize(lambda: Model())`"
+            " or `with advisor.deferred():` builds it without values, and a rank makes its own"
+            f" shards alone, {format_gib(needed)} a node"
         )
         return
-    shards = shard_degree(decision.plan)
-    sharded = load_memory(facts.model, Loading.SHARDS, ranks_per_node=ranks, shards=shards)
+    fitting = int(usable // (needed / ranks))
+    fewer = f"start {fitting} rank{'s' if fitting > 1 else ''} a node, or " if fitting else ""
+    enough = format_gib(needed / (1 - decision.policy.host_headroom_fraction))
     yield (
-        f"loading does not fit: {ranks} ranks build the whole model, {format_gib(needed)} of"
-        f" {format_gib(usable)} usable main memory a node; {fewer}take nodes with {enough} (shards"
-        f" alone, from the meta device, would be {format_gib(sharded.per_node_bytes)}; no engine"
-        " loads that way)"
+        f"loading does not fit, built deferred too: {ranks} ranks make {format_gib(needed)} of"
+        f" {format_gib(usable)} usable main memory a node; {fewer}take nodes with {enough}"
     )
 
 

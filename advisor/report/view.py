@@ -13,6 +13,7 @@ from advisor.report.basis import Basis, basis, hints
 from advisor.search.ranking import (
     SIMPLER_FIRST,
     Loadable,
+    deferred_bytes_per_node,
     host_bytes_per_node,
     load_bytes_per_node,
     loading,
@@ -217,6 +218,9 @@ def _main_memory(decision: Decision) -> Iterator[str]:
     copies = f"{ranks} copies" if ranks > 1 else "one copy"
     needed = format_gib(load_bytes_per_node(estimate, cluster))
     yield f"main memory a node to load {copies}: {needed}{of}"
+    if loading(decision.plan, estimate, decision.facts, decision.policy) is not Loadable.WHOLE:
+        needed = format_gib(deferred_bytes_per_node(decision.plan, decision.facts))
+        yield f"built under `advisor.deferred()`: {needed}{of}"
     if estimate.host_bytes and memory is not None:
         needed = format_gib(host_bytes_per_node(estimate, cluster))
         yield f"main memory per node: {needed}{of}"

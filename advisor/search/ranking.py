@@ -14,10 +14,12 @@ from enum import StrEnum
 import numpy as np
 
 from advisor.cost import CostModel, Estimate
+from advisor.cost.buffers import shard_degree
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Integers, Row, Space
 from engines.plan import DataParallel, Offload, Plan, Updates
+from profiles.allocator.host_memory import Loading, load_memory
 from profiles.errors import AdvisorError
 from profiles.machine.cluster import ClusterProfile
 from profiles.record import Record
@@ -110,29 +112,43 @@ def host_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
 
 
 def load_bytes_per_node(estimate: Estimate, cluster: ClusterProfile) -> float:
-    """Bytes of main memory while a node's ranks load: each builds the whole model."""
+    """Bytes of main memory while a node's ranks load and each builds the whole model."""
     return estimate.load_bytes * cluster.devices_per_node
+
+
+def deferred_bytes_per_node(plan: Plan, facts: Facts) -> float:
+    """Bytes of main memory while a node's ranks load a model that was built deferred.
+
+    Each makes its own shards alone, on its device or, where that is the CPU, in main memory. Stages
+    and split layers count as equal parts.
+    """
+    cluster = facts.cluster
+    way = Loading.SHARDS if cluster.device.kind == "cpu" else Loading.DEVICE
+    shards = plan.pp * plan.tp * shard_degree(plan)
+    memory = load_memory(facts.model, way, ranks_per_node=cluster.devices_per_node, shards=shards)
+    return memory.per_node_bytes
 
 
 class Loadable(StrEnum):
     """Possibility to load a model on this cluster."""
 
     WHOLE = "it fits"
-    BY_STAGE = "fits, loaded by stage"
+    DEFERRED = "fits, built deferred"
     TOO_LARGE = "cannot be loaded"
 
 
 def loading(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> Loadable:
     """Compare a node's main memory with what its ranks build; it suffices if it is unknown.
 
-    Stages can be built one by one from the meta device (`weights=`); no engine loads only shards.
+    A model that is not built whole by every rank is built under `advisor.deferred()`.
     """
     memory = facts.cluster.host_memory_bytes
     needed = load_bytes_per_node(estimate, facts.cluster)
     usable = policy.usable_host_bytes(memory.value) if memory is not None else needed
     if needed <= usable:
         return Loadable.WHOLE
-    return Loadable.BY_STAGE if needed / plan.pp <= usable else Loadable.TOO_LARGE
+    fits = deferred_bytes_per_node(plan, facts) <= usable
+    return Loadable.DEFERRED if fits else Loadable.TOO_LARGE
 
 
 RULES: tuple[Rule, ...] = (fits_device, fits_host, fits_disk)

@@ -14,7 +14,7 @@ from engines.plan import DataParallel
 from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.mesh import Mesh
 from engines.state.layout import Layout
-from engines.state.materialise import open_weights_of
+from engines.state.materialise import deferred_weights_of
 from engines.state.optimizer import names_of, send_from_first
 from engines.state.weights import Weights
 from profiles.capture.batch import Batch
@@ -34,7 +34,8 @@ def prepare(
     plan = build.plan
     with all_ranks_succeed("opening the folder of offloaded tensors", timeout_s=world.timeout_s):
         build.pool = open_pool(plan, world.device, folder)
-    build.weights = open_weights_of(model, weights, world=world, seed=build.training.seed)
+    with all_ranks_succeed("opening the weights", timeout_s=world.timeout_s):
+        build.weights = deferred_weights_of(model, weights, world=world, seed=build.training.seed)
     with all_ranks_succeed("proving the split of layers", timeout_s=world.timeout_s):
         build.layers = prove_layers(build, sample, proofs.layers)
     with all_ranks_succeed("proving the split of sequences", timeout_s=world.timeout_s):

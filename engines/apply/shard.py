@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
+
+from torch import Tensor, nn
 
 from engines.apply.build import Build
 from engines.data.ddp import replicate
@@ -17,14 +21,20 @@ from engines.runtime.failures import all_ranks_succeed
 
 
 def shard(build: Build) -> None:
-    """Shard or replicate over the data axes; experts over the ranks that hold the same ones."""
+    """Shard or replicate over the data axes; experts over the ranks that hold the same ones.
+
+    What has no values yet gets them when it lies as it will.
+    """
     build.runner = build.model
     make_gradients_dense(build.model, build.requested)
     if build.mesh.expert_shards is not None:
         _shard_experts(build)
     if build.mesh.shards is not None:
         _shard_parameters(build)
+        _fill(build)
         return
+    _allocate(build, _tensors(build.model))
+    _fill(build)
     if not build.is_placed:
         build.model.to(build.world.device)
     # The replicas of a pipeline average their gradients when a step is over. So do those of models
@@ -38,13 +48,34 @@ def shard(build: Build) -> None:
         build.runner = data_parallel(build.model, build.requested, build.world)
 
 
+def _allocate(build: Build, tensors: Iterable[Tensor]) -> None:
+    """Give memory to tensors of the model that have none."""
+    if build.weights is not None:
+        build.weights.allocate(build.model, tensors, device=build.world.device)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _fill(build: Build) -> None:
+    weights, timeout_s = build.weights, build.world.timeout_s
+    if weights is not None:
+        with all_ranks_succeed("filling the weights", timeout_s=timeout_s):
+            weights.fill(build.model, build.layout.placed)
+    build.weights = None
+
+
 def _shard_experts(build: Build) -> None:
     experts, mesh = build.experts, build.mesh
     assert experts is not None
     assert mesh.expert_shards is not None
+    modules = experts.release()
     with all_ranks_succeed("sharding the experts", timeout_s=build.world.timeout_s):
+        for module in modules:
+            _allocate(build, _tensors(module))
         shard_experts(
-            experts.release(),
+            modules,
             build.plan,
             mesh=mesh.expert_shards,
             replicas=mesh.replicas.size,
@@ -54,10 +85,12 @@ def _shard_experts(build: Build) -> None:
 
 def _shard_parameters(build: Build) -> None:
     """FSDP2 moves unit by unit, so the whole model never sits on the device."""
-    plan, mesh, pool, weights = build.plan, build.mesh, build.pool, build.weights
+    plan, mesh, pool = build.plan, build.mesh, build.pool
     assert mesh.shards is not None
     in_files = plan.offload.states and plan.offload_to is OffloadTo.DISK
     with all_ranks_succeed("sharding", timeout_s=build.world.timeout_s):
+        whole = build.experts.parameters if build.experts is not None else set()
+        _allocate(build, whole)
         shard_units(
             build.model,
             plan,
@@ -67,7 +100,7 @@ def _shard_parameters(build: Build) -> None:
             local=build.local,
             read_later=build.profile.units[-2].name if plan.loss_chunks > 1 else None,
             ignored=build.experts.parameters if build.experts is not None else (),
-            fill=weights.fill if weights is not None else None,
+            allocate=partial(_allocate, build),
             offload=partial(offload_shards, pool=pool) if pool is not None and in_files else None,
         )
 

@@ -39,14 +39,11 @@ def make_stages(build: Build, sample: Batch | None) -> None:
             build.pipeline.require_stages(sample)
 
 
-def fill(build: Build) -> None:
-    """Give a model from the meta device its values, unless FSDP2 is given them unit by unit."""
-    plan, weights, world = build.plan, build.weights, build.world
-    needs_whole = plan.pp > 1 or plan.tp > 1 or plan.ep > 1 or build.mesh.shards is None
-    if weights is not None and needs_whole:
-        with all_ranks_succeed("reading the weights", timeout_s=world.timeout_s):
-            weights.fill(build.model, local=build.local, device=world.device)
-        build.weights = None
+def leave_out(build: Build) -> None:
+    """Of a model from the meta device, leave out the parameters of other ranks' stages; the others
+    have shapes alone until they lie as the plan says."""
+    if build.weights is not None and build.local is not None:
+        build.weights.leave_out(build.model, build.local, device=build.world.device)
 
 
 def split(build: Build) -> None:

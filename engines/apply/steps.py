@@ -26,7 +26,7 @@ from engines.apply.build import Build, Training
 from engines.apply.prepare import prepare
 from engines.apply.proofs import Proofs
 from engines.apply.shard import shard
-from engines.apply.split import fill, make_stages, split
+from engines.apply.split import leave_out, make_stages, split
 from engines.apply.validate import validate
 from engines.data.finite import OnNonfinite, reaction_of
 from engines.data.microbatches import LossWeight
@@ -73,8 +73,8 @@ def apply_plan(
     sent to all ranks, so the ranks may have built the model from different seeds.
 
     Args:
-        model: any module; its class, names and code stay as they are. One on the meta device needs
-            `weights`.
+        model: any module; its class, names and code stay as they are. One on the meta device gets
+            its values when each rank knows what it keeps: the whole is on no rank.
         profile: of this model, from `profiles.capture.capture`.
         cluster: the devices of this job.
         loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None
@@ -88,11 +88,14 @@ def apply_plan(
         max_grad_norm: clip gradients in `train_step`.
         sample: one local batch, as for `capture`; with tp or cp > 1 the split is proved on it, with
             pp > 1 the stages are tried on its shapes.
-        weights: of a model on the meta device: init(module), which fills the parameters and buffers
-            that a module holds itself and draws from torch's generator only; tensors by name; or a
-            path to safetensors files. A rank takes what it holds, and nothing else is read.
+        weights: of a model on the meta device: a path to safetensors files or a checkpoint; tensors
+            by name; or init(module), which fills the parameters and buffers that a module holds
+            itself and draws from torch's generator only. A rank takes what it keeps, slice by
+            slice, and nothing else is read. By default what the constructor did under `deferred()`,
+            else the model's own `reset_parameters` and `_init_weights`: with draws seeded by
+            `seed` and the parameter, so that all plans start from the same weights.
         outer_optimizer: a factory, for `updates=diloco`; None is the paper's Nesterov momentum.
-        seed: of the shuffling in `ParallelModel.shard`, and of an init function.
+        seed: of the shuffling in `ParallelModel.shard`, and of initial weights.
         measure_noise: the gradient noise scale, for `ParallelModel.noise_scale`: reads the
             gradients twice more in every step.
         on_nonfinite: a loss or a gradient that is nan or inf, on any rank: "stop" raises before the
@@ -111,7 +114,8 @@ def apply_plan(
         RankMismatchError: ranks have different software, models, losses, settings or optimizers;
             names the first difference. The first batches are compared in the first step.
         RankError: a rank is missing.
-        ModelError: parameters without values (meta device, and no `weights`), or nothing to train.
+        ModelError: parameters that nothing gives values, `weights` that do not fit, or nothing to
+            train.
     """
     training = Training(
         loss_fn,
@@ -130,7 +134,7 @@ def apply_plan(
     validate(build)
     prepare(build, sample, weights, offload_folder, proofs or Proofs())
     make_stages(build, sample)
-    fill(build)
+    leave_out(build)
     split(build)
     chunk(build)
     recompute(build)

@@ -26,10 +26,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -62,7 +63,7 @@ def shard(
     local: Container[str] | None = None,
     read_later: str | None = None,
     ignored: Iterable[nn.Parameter] = (),
-    fill: Callable[[nn.Module], None] | None = None,
+    allocate: Callable[[Iterable[Tensor]], None] = lambda _: None,
     offload: Callable[[FSDPModule], None] | None = None,
 ) -> FSDPModule:
     """Turn the parameters of `model` into shards over `mesh`, in place.
@@ -74,14 +75,13 @@ def shard(
     `read_later`: the unit whose parameters are read after its forward, for a chunked loss: they
     stay gathered until its backward.
     `ignored`: parameters that FSDP2 leaves alone; they are moved to the device.
-    `fill` gives a unit its values just before it is cut, so that one unit at a time is whole.
+    `allocate` replaces tensors of the model without memory by those that have some, a unit just
+    before it is cut: one at a time is whole.
     `offload` moves the shards of a unit off the device as soon as it is cut.
     """
+    allocate(_uncut(model, profile))
+    uncut = _uncut(model, profile)
     others = {p for name, p in model.named_parameters() if local is not None and name not in local}
-    units = [model.get_submodule(unit.name) for unit in profile.shard_units() if unit.name]
-    uncut = {*_scalars(model), *map(model.get_parameter, profile.flow.written)}
-    uncut |= {*_of_other_dtypes(model, units), *_scripted(model)}
-    uncut |= {p for p in model.parameters() if has_gradient_hooks(p)}
     if mixed:
         _require_cast(model, uncut)
     whole = _whole({*uncut, *ignored}, device_type=mesh.device_type)
@@ -89,8 +89,7 @@ def shard(
         module = model.get_submodule(unit.name)
         is_own = not isinstance(module, torch.jit.ScriptModule)  # else it takes no hooks
         if unit.name and is_own and others.isdisjoint(module.parameters()):
-            if fill is not None:
-                fill(module)
+            allocate(chain(module.parameters(), module.buffers()))
             module.register_forward_hook(_own_storage)
             with _refused(unit.name):
                 cut = fully_shard(
@@ -106,8 +105,7 @@ def shard(
                 reduce_at_end(cut)
             if offload is not None:
                 offload(cut)
-    if fill is not None:
-        fill(model)
+    allocate(chain(model.parameters(), model.buffers()))
     model.register_forward_hook(_own_storage)
     with _refused(profile.name):
         root = fully_shard(
@@ -123,6 +121,13 @@ def shard(
         offload(root)
     reduce_unused_parameters(root)
     return root
+
+
+def _uncut(model: nn.Module, profile: ModelProfile) -> set[nn.Parameter]:
+    units = [model.get_submodule(unit.name) for unit in profile.shard_units() if unit.name]
+    uncut = {*_scalars(model), *map(model.get_parameter, profile.flow.written)}
+    uncut |= {*_of_other_dtypes(model, units), *_scripted(model)}
+    return uncut | {p for p in model.parameters() if has_gradient_hooks(p)}
 
 
 def shard_experts(

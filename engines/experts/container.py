@@ -66,7 +66,7 @@ def require_separable(path: str, module: nn.Module, *, size: int) -> None:
 def _why_not(module: nn.Module, size: int) -> str:
     total = experts_of(module)
     generator = torch.Generator().manual_seed(20)
-    own = dict(module.named_parameters(recurse=False))
+    own = _with_values(dict(module.named_parameters(recurse=False)), generator)
     like = next(weight for weight in own.values() if weight.dim() == 3)
     count = TOKENS_AN_EXPERT * total
     chosen = torch.stack([torch.randperm(total, generator=generator)[:2] for _ in range(count)])
@@ -75,7 +75,7 @@ def _why_not(module: nn.Module, size: int) -> str:
     for width in dict.fromkeys(like.shape[1:]):  # whichever of the two a token is
         hidden = torch.randn(count, width, generator=generator).to(like)
         try:
-            whole = module(hidden, chosen, weights)
+            whole = torch.func.functional_call(module, own, (hidden, chosen, weights))
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             why_not = (str(error).strip().splitlines() or [type(error).__name__])[0]
             continue
@@ -92,6 +92,16 @@ def _why_not(module: nn.Module, size: int) -> str:
         differs = (added - whole).abs().max() > bound * whole.abs().max()
         return "their parts do not add up to the whole" if differs else ""
     return why_not
+
+
+def _with_values(own: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    """Random values in place of those on the meta device; one module's at a time."""
+    return {
+        name: torch.randn(weight.shape, generator=generator).to(weight.dtype).mul_(0.02)
+        if weight.is_meta
+        else weight
+        for name, weight in own.items()
+    }
 
 
 def _part(

@@ -35,6 +35,7 @@ class Experts:
     Attributes:
         names: first names of their parameters, of which ranks hold slices; in a pipeline those of
             all stages.
+        modules: of this rank's stages, that hold them.
     """
 
     def __init__(
@@ -77,13 +78,18 @@ class Experts:
         _require_all_separable(own, size=axis.size)
         for module in own.values():
             _shard(module, axis)
-        self._modules = list(own.values())
-        here = (name for name in sorted(self.names) if local is None or name in local)
-        self._parameters = [model.get_parameter(name) for name in here]
+        self.modules = list(own.values())
+        self._own_names = [name for name in sorted(self.names) if local is None or name in local]
+        self._model = model
 
     @property
     def parameters(self) -> set[nn.Parameter]:
-        return set(self._parameters)
+        """Those that the caller does not shard."""
+        return set(self._averaged())
+
+    def _averaged(self) -> list[nn.Parameter]:
+        """They are looked up anew: one that had no values yet is replaced when it gets them."""
+        return [self._model.get_parameter(name) for name in self._own_names]
 
     @property
     def slices(self) -> dict[str, Slice]:
@@ -92,13 +98,13 @@ class Experts:
 
     def release(self) -> list[nn.Module]:
         """The modules that hold experts here; the caller averages their gradients from now on."""
-        self._parameters = []
-        return self._modules
+        self._own_names = []
+        return self.modules
 
     def average(self) -> None:
         """Give every copy of an expert the mean gradient. On its owner the gradients of all ranks
         of the ep axis are added up already, by the tokens that came."""
-        trainable = [p for p in self._parameters if p.requires_grad]
+        trainable = [p for p in self._averaged() if p.requires_grad]
         for parameter in trainable:
             if parameter.grad is None:  # no token came
                 parameter.grad = torch.zeros_like(parameter)

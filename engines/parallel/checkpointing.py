@@ -17,6 +17,7 @@ from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
 from engines.data.replica_checksums import ReplicaChecksums, checksums
 from engines.optional.async_updates.exchange import UpdateExchange
+from engines.parallel.pretrained import PretrainedMixin
 from engines.parallel.scheduling import SchedulingMixin
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
@@ -45,7 +46,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
-class CheckpointMixin(SchedulingMixin):
+class CheckpointMixin(PretrainedMixin, SchedulingMixin):
     """Checkpoints and state dicts: whole tensors under the names of the user's own module.
 
     Attributes:

@@ -11,9 +11,10 @@ from profiles.record import Record
 class Loading(StrEnum):
     """Ways in which the ranks of a node load their parameters."""
 
-    WHOLE = "whole"  # every rank builds the whole model in main memory; the engines want that
+    WHOLE = "whole"  # every rank builds the whole model in main memory
     FILE = "file"  # every rank builds it, and reads a checkpoint file beside it
-    SHARDS = "shards"  # built on the meta device, then every rank is sent its shards
+    SHARDS = "shards"  # built deferred: every rank makes its shards, in main memory
+    DEVICE = "device"  # built deferred: every rank makes its shards, on its device
 
 
 _WHERE_FROM = {
@@ -21,9 +22,10 @@ _WHERE_FROM = {
     # docs.pytorch.org, tutorial "Tips for loading an nn.Module from a checkpoint": the model and
     # the loaded state dict are there at once, unless the file is mapped and its tensors assigned.
     Loading.FILE: "the model, and the state dict that `torch.load` makes",
-    # torchtitan (torchtitan/train.py) and accelerate (`cpu_ram_efficient_loading`): parameters are
-    # on the meta device until sharded; then one tensor at a time is whole.
-    Loading.SHARDS: "the rank's shard and the largest tensor whole",
+    # As in torchtitan (torchtitan/train.py): parameters are on the meta device until they are
+    # sharded (`engines.state.materialise`); then one tensor at a time is whole.
+    Loading.SHARDS: "the rank's shards, and the largest tensor whole",
+    Loading.DEVICE: "the largest tensor whole",
 }
 
 
@@ -45,19 +47,22 @@ def load_memory(
     """Return the host memory that `ranks_per_node` ranks allocate while they load.
 
     Args:
-        shards: ranks over which parameters are divided; buffers are whole everywhere.
+        shards: parts into which parameters are divided, by ranks of all axes; buffers are whole
+            everywhere.
 
     >>> from profiles.model.profile import ModelProfile, UnitProfile
     >>> unit = UnitProfile(name="a", kind="Linear", parameter_bytes=80, costs={})
     >>> model = ModelProfile(name="m", units=(unit,), dtype="float32", samples=1)
     >>> [load_memory(model, w, ranks_per_node=4, shards=8).per_node_bytes for w in Loading]
-    [320.0, 640.0, 360.0]
+    [320.0, 640.0, 360.0, 320.0]
     """
     whole = float(model.parameter_bytes)
+    largest = max(map(_largest_tensor, model.units), default=0)
     per_rank = {
         Loading.WHOLE: whole,
         Loading.FILE: 2 * whole,
-        Loading.SHARDS: whole / shards + max(map(_largest_tensor, model.units), default=0),
+        Loading.SHARDS: whole / shards + largest,
+        Loading.DEVICE: largest,
     }[way] + model.buffer_bytes
     return LoadMemory(
         per_rank_bytes=per_rank, per_node_bytes=per_rank * ranks_per_node, what=_WHERE_FROM[way]

@@ -11,9 +11,9 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,40 +42,73 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+"""By their names in safetensors files."""
 _READ_BYTES = 8 * MIB
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> SavedFile:
     """Write a new file and wait until the disk has it; one tensor at a time is in host memory."""
-    header: dict[str, Any] = {}
-    place = 0
-    for key, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": _name(tensor.dtype, key),
-            "shape": list(_stored(tensor).shape),
-            "data_offsets": [place, place + nbytes],
-        }
-        place += nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
-    digest, size = hashlib.sha256(), 0
-    with open(path, "xb") as file:
-        for part in _parts(text, tensors.values()):
-            file.write(part)
-            digest.update(part)
-            size += len(part)
-        file.flush()
-        os.fsync(file.fileno())
-    return SavedFile(bytes=size, sha256=digest.hexdigest())
+    forms = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    writer = ShardWriter(path, forms)
+    with writer:
+        for tensor in tensors.values():
+            writer.write(tensor)
+    return writer.saved
 
 
-def _parts(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    yield memoryview(len(header).to_bytes(8, "little") + header)
-    for tensor in tensors:
+class ShardWriter:
+    """A new file whose tensors come one by one, in the order that was said.
+
+    Attributes:
+        saved: the file, when the context is left and the disk has it.
+    """
+
+    saved: SavedFile
+
+    def __init__(
+        self,
+        path: Path,
+        forms: Mapping[str, tuple[Sequence[int], torch.dtype]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """`forms`: shapes and dtypes by name; `metadata`: texts for the header."""
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        place = 0
+        for key, (shape, dtype) in forms.items():
+            nbytes = math.prod(shape) * dtype.itemsize
+            header[key] = {
+                "dtype": _name(dtype, key),
+                "shape": [*shape, *([2] * dtype.is_complex)],
+                "data_offsets": [place, place + nbytes],
+            }
+            place += nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+        self._digest, self._size = hashlib.sha256(), 0
+        self._file = open(path, "xb")  # noqa: SIM115 (closed by __exit__)
+        self._write(memoryview(len(text).to_bytes(8, "little") + text))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        with self._file as file:
+            if kind is None:
+                file.flush()
+                os.fsync(file.fileno())
+                self.saved = SavedFile(bytes=self._size, sha256=self._digest.hexdigest())
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the next tensor."""
         if tensor.numel():
             flat = _stored(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
-            yield flat.numpy().data
+            self._write(flat.numpy().data)
+
+    def _write(self, part: memoryview) -> None:
+        self._file.write(part)
+        self._digest.update(part)
+        self._size += len(part)
 
 
 def _stored(tensor: Tensor) -> Tensor:

@@ -232,12 +232,21 @@ def test_loading_is_compared_with_main_memory_and_has_hints() -> None:
     whole = MIDDLE.parameter_bytes
     # Two thirds are usable: room for three of eight copies.
     cluster = gpus(1, 8).model_copy(update={"host_memory_bytes": exact(3.5 * whole * 3 / 2)})
-    (hint,) = [h for h in view_of(choose(facts(MIDDLE, cluster, batch=64))).hints if "load" in h]
-    assert "8 ranks build the whole model, 16.0 GiB of 6.99 GiB usable" in hint
-    assert "start 3 ranks a node" in hint
-    assert f"take nodes with {8 * whole * 1.5 / 2**30:.1f} GiB" in hint
+    view = view_of(choose(facts(MIDDLE, cluster, batch=64)))
+    (hint,) = [h for h in view.hints if "deferred" in h]
+    # Each rank has one tensor at a time in main memory, at most the largest.
+    largest = 8 * max(unit.parameter_bytes for unit in MIDDLE.units) / 2**30
+    assert "no room to build the whole model each, 16.0 GiB of 6.99 GiB usable" in hint
+    assert f"its own shards alone, {largest:.2f} GiB a node" in hint
+    assert f"built under `advisor.deferred()`: {largest:.2f} GiB of 6.99 GiB usable" in str(
+        view.main_memory
+    )
+    small = cluster.model_copy(update={"host_memory_bytes": exact(largest * 2**30 * 3 / 2 * 0.6)})
+    (hint,) = [h for h in view_of(choose(facts(MIDDLE, small, batch=64))).hints if "deferred" in h]
+    assert "start 4 ranks a node" in hint
+    assert f"take nodes with {largest * 1.5:.2f} GiB" in hint
     enough = cluster.model_copy(update={"host_memory_bytes": exact(8 * whole * 3 / 2 + 8)})
-    assert not any("load" in h for h in view_of(choose(facts(MIDDLE, enough, batch=64))).hints)
+    assert not any("deferred" in h for h in view_of(choose(facts(MIDDLE, enough, batch=64))).hints)
 
 
 def test_the_logits_are_named_where_they_are_a_part_of_the_peak() -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -36,11 +37,14 @@ PLANS = (
 )
 
 
-def on_meta(name: str, plan: str, weights: Any, **options: Any) -> ParallelModel:
+def on_meta(
+    name: str, plan: str, weights: Any, *, model: nn.Module | None = None, **options: Any
+) -> ParallelModel:
     """A case's model, built without values, under `plan`."""
     case = CASES[name]
-    with torch.device("meta"):
-        model = case.build()
+    if model is None:
+        with torch.device("meta"):
+            model = case.build()
     parsed, profile, sample = Plan.parse(plan), profile_of(case, model), case.batch(2)
     if parsed.tp > 1:
         proposal = propose_styles(model, sample, size=parsed.tp, profile=profile, has_target=True)
@@ -51,10 +55,9 @@ def on_meta(name: str, plan: str, weights: Any, **options: Any) -> ParallelModel
         profile=profile,
         cluster=cpu_ranks(parsed.world_size),
         loss_fn=case.loss_fn,
-        optimizer=sgd,
         sample=sample,
         weights=weights,
-        **options,
+        **{"optimizer": sgd, **options},
     )
 
 
@@ -75,7 +78,7 @@ def state_after(name: str, plan: str) -> dict[str, Tensor]:
 def test_an_init_function_gives_the_same_values_under_every_plan(pool: Pool, name: str) -> None:
     with torch.device("meta"):
         model = CASES[name].build()
-    DeferredWeights(model, init, seed=3).fill(model)
+    _fill(model, init, seed=3)
     wanted = model.state_dict()
     assert wanted["blocks.0.qkv.weight"].std().item() == pytest.approx(0.1, rel=0.1)
     assert not torch.equal(wanted["blocks.0.qkv.weight"], wanted["blocks.1.qkv.weight"])
@@ -92,8 +95,14 @@ def test_the_seed_changes_the_values() -> None:
 
 def _filled(model: nn.Module, weights: Any, **options: Any) -> dict[str, Tensor]:
     model.to("meta")
-    DeferredWeights(model, weights, **options).fill(model)
+    _fill(model, weights, **options)
     return model.state_dict()
+
+
+def _fill(model: nn.Module, weights: Any, **options: Any) -> None:
+    deferred = DeferredWeights(model, weights, **options)
+    deferred.allocate(model, [*model.parameters(), *model.buffers()], device=torch.device("cpu"))
+    deferred.fill(model)
 
 
 def test_an_init_function_leaves_torchs_generator_as_it_was() -> None:
@@ -152,7 +161,7 @@ def test_a_stage_reads_and_allocates_its_own_part_of_a_state_dict(pool: Pool, na
     count = len(list(CASES[name].build().parameters()))
     for read, own, allocated, share, error in pool.run(taken, name, PIPELINE, world_size=2):
         assert sorted(set(read) - {"scale"}) == sorted(own)
-        assert len(read) == len(set(read))
+        assert len(read) <= 2 * len(set(read))  # looked at, then copied
         assert share <= allocated <= share + 4 * (count - len(own))  # others keep one element each
         assert error < 1e-5
 
@@ -206,13 +215,14 @@ def test_tensors_missing_on_one_rank_are_named_on_all_ranks(pool: Pool, tmp_path
     assert done == 2
 
 
-def largest_filled(plan: str) -> tuple[int, int]:
+def largest_whole(plan: str) -> tuple[int, int]:
     """Elements of the largest set of whole tensors that exist at once, and of all together."""
-    whole = peak = 0
+    peak = 0
+    allocate = DeferredWeights.allocate
 
-    def counting(module: nn.Module) -> None:
+    def counting(self: DeferredWeights, model: nn.Module, *args: Any, **options: Any) -> None:
         nonlocal peak
-        init(module)
+        allocate(self, model, *args, **options)
         results = [p for p in model.parameters() if not p.is_meta and type(p) is nn.Parameter]
         peak = max(peak, sum(p.numel() for p in results))
 
@@ -222,15 +232,16 @@ def largest_filled(plan: str) -> tuple[int, int]:
     whole = sum(p.numel() for p in model.parameters())
     parsed = Plan.parse(plan)
     profile = profile_of(Case(lambda: model, case.batch, case.loss_fn), model)
-    apply_plan(model, parsed, profile=profile, cluster=cpu_ranks(2), weights=counting)
+    with patch.object(DeferredWeights, "allocate", counting):
+        apply_plan(model, parsed, profile=profile, cluster=cpu_ranks(2), weights=init)
     return peak, whole
 
 
 @pytest.mark.dist
-def test_a_sharded_model_is_filled_and_cut_unit_by_unit(pool: Pool) -> None:
+def test_a_sharded_model_is_cut_unit_by_unit(pool: Pool) -> None:
     with torch.device("meta"):
         block = sum(p.numel() for p in TinyGPT().blocks[0].parameters())
-    for peak, whole in pool.run(largest_filled, "dp_shard=2", world_size=2):
+    for peak, whole in pool.run(largest_whole, "dp_shard=2", world_size=2):
         assert block // 2 < peak < 2 * block < whole
 
 
@@ -252,7 +263,7 @@ def test_a_buffer_in_no_state_dict_is_refused_by_name_with_a_hint() -> None:
     with torch.device("meta"):
         model = Rotary()
     with pytest.raises(ModelError, match="buffer `table` is on the meta device") as caught:
-        DeferredWeights(model, state).fill(model)
+        _fill(model, state)
     assert 'torch.arange(n, device="cpu")' in str(caught.value)
 
 
@@ -266,12 +277,12 @@ def test_transformers_models_make_such_buffers_themselves() -> None:
     reference = transformers.LlamaForCausalLM(config)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    DeferredWeights(model, reference.state_dict()).fill(model)
+    _fill(model, reference.state_dict())
     ids = torch.arange(12).reshape(2, 6)
     assert torch.equal(model(ids).logits, reference(ids).logits)
     with torch.device("meta"):
         fresh = transformers.LlamaForCausalLM(config)
-    DeferredWeights(fresh, fresh._init_weights).fill(fresh)
+    _fill(fresh, fresh._init_weights)
     table = fresh.model.rotary_emb.inv_freq
     assert torch.equal(table, reference.model.rotary_emb.inv_freq)
     assert fresh.lm_head.weight.std().item() == pytest.approx(config.initializer_range, rel=0.1)
@@ -285,7 +296,7 @@ def test_a_tensor_that_the_init_function_leaves_out_is_refused_by_name() -> None
     with torch.device("meta"):
         model = TinyGPT()
     with pytest.raises(ModelError, match=r"left `position` without values") as caught:
-        DeferredWeights(model, linear_only).fill(model)
+        _fill(model, linear_only)
     assert "init(TinyGPT)" in str(caught.value)
 
 
@@ -294,7 +305,7 @@ def test_weights_of_another_shape_are_refused_with_both_shapes() -> None:
     with torch.device("meta"):
         model = TinyGPT()
     with pytest.raises(ModelError, match=r"has the shape \(16, 16\).* in the model \(16, 32\)"):
-        DeferredWeights(model, {**state, "embed.weight": torch.zeros(61, 32)}).fill(model)
+        _fill(model, {**state, "embed.weight": torch.zeros(61, 32)})
 
 
 def test_weights_for_a_model_with_values_are_refused() -> None:
@@ -327,8 +338,11 @@ def test_paths_that_hold_no_safetensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no safetensors file") as caught:
         open_weights(tmp_path / "weights.pt")
     assert "torch.load(path, mmap=True, weights_only=True)" in str(caught.value)
-    with pytest.raises(FileError, match="has neither"):
+    with pytest.raises(FileError, match=r"weights\.pt` is no .*: a pickle may run code"):
         open_weights(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileError, match="has neither"):
+        open_weights(tmp_path / "empty")
     with pytest.raises(FileError, match="No such file"):
         open_weights(tmp_path / "none.safetensors")
     (tmp_path / "bad.safetensors").write_text("no header")
