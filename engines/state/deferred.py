@@ -33,10 +33,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from profiles.errors import ModelError
+from profiles.torch_compat import TorchDispatchMode, tree_map_only
 
 _CONSTRUCTIONS: WeakKeyDictionary[nn.Module, Construction] = WeakKeyDictionary()
 """The construction of a module, or of some of its parts: copies are made without a word."""
