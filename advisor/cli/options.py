@@ -51,6 +51,7 @@ def facts_of(
     from advisor.inputs.precision import MIXED, default_precision, has_bf16_units
     from advisor.inputs.stacks import stack_of
     from advisor.learning.run_log import pace_of, with_anchor, with_runs
+    from advisor.learning.shortages import below, failed_here
     from engines.plan import Precision
     from profiles.workload.optimizers import optimizer_profile
     from profiles.workload.workload import Workload
@@ -91,8 +92,8 @@ def facts_of(
     )
     facts = Facts(model=profile, cluster=machines, workload=workload, stack=software)
     if known is not None or (uses_anchor and cluster == "auto"):
-        return with_anchor(facts, known)
-    return facts
+        facts = with_anchor(facts, known)
+    return below(facts, failed_here(facts)) if cluster == "auto" else facts
 
 
 def _profile(

@@ -8,7 +8,7 @@ memory of the process.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from pydantic import NonNegativeFloat
 
@@ -22,6 +22,10 @@ from profiles.record import Document
 from profiles.timing import runs
 from profiles.timing.runs import Machine
 from profiles.units import format_gib
+
+KEPT_DAYS = 30
+"""A driver, a release of torch or a neighbour on the device may have been the cause: a plan is
+tried again after that."""
 
 
 class FailedPlan(Document):
@@ -61,9 +65,10 @@ def keep_failed(failed: FailedPlan) -> None:
 
 
 def failed_here(facts: Facts) -> tuple[FailedPlan, ...]:
-    """Plans of this model that failed on such machines."""
+    """Plans of this model that failed on such machines in the last `KEPT_DAYS`."""
+    oldest = (datetime.now(UTC) - timedelta(days=KEPT_DAYS)).isoformat(timespec="seconds")
     key = runs.machine_of(facts.cluster), fingerprint_of(facts.model), facts.precision.dtype
-    known = every("shortages", FailedPlan)
+    known = (one for one in every("shortages", FailedPlan) if one.ended_at >= oldest)
     return tuple(one for one in known if (one.machine, one.fingerprint, one.dtype) == key)
 
 

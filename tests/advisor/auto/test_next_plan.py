@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from advisor.auto.next_plan import NextPlans, lighter
 from advisor.cost import estimate
 from advisor.decide.choose import choose
 from advisor.inputs.facts import Facts
-from advisor.learning.shortages import below, failed_plan
+from advisor.learning.shortages import below, failed_here, failed_plan, keep_failed
 from advisor.search.ranking import fits_device
 from engines.plan import PartialPlan, Plan
 from engines.runtime.shortage import Shortage
@@ -66,6 +67,18 @@ def test_what_failed_does_not_fit_again(needed_gib: float) -> None:
     answer = again(decision.plan, Shortage(rank=0, held_bytes=needed_gib * GIB))
     assert answer.plan != decision.plan
     assert fits_device(decision.plan, estimate(decision.plan, lower), lower, decision.policy)
+
+
+@pytest.mark.parametrize(("days", "is_known"), [(29, True), (31, False)])
+def test_a_failure_is_forgotten_after_a_month(
+    days: int, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    facts = facts_of("gpt")
+    failed = failed_plan(Plan(), facts, needed_bytes=GIB)
+    ended_at = (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")
+    keep_failed(failed.model_copy(update={"ended_at": ended_at}))
+    assert bool(failed_here(facts)) == is_known
 
 
 def _train(short: int, folder: str) -> tuple[float, str, str, list[str]]:
