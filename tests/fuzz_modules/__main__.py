@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from engines.plan import Plan
 from tests.fuzz_modules.program import BLOCKS, Program
 from tests.fuzz_modules.results import REPORT, Case, FuzzedModules, counts_of
 from tests.fuzz_modules.run import PLANS, cases_of, is_right, shrunk, start
@@ -44,7 +45,8 @@ def main(arguments: list[str]) -> int:
     is_long = given.programs >= FULL and given.only is None and not (given.block or given.plan)
     out = given.out or (REPORT if is_long else None)
     cases: list[Case] = []
-    pool, began = Pool(2), time.monotonic()
+    pool = Pool(max(Plan.parse(plan).world_size for plan in plans))
+    began = time.monotonic()
     try:
         start(pool)
         for number, program in enumerate(programs, 1):
