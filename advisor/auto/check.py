@@ -18,7 +18,7 @@ from torch import nn
 from advisor.auto.facts_from_module import facts_from_module
 from advisor.auto.given_plan import partial_plan_of
 from advisor.auto.job import machines_of
-from advisor.auto.measure import OPTIMIZERS, repeated
+from advisor.auto.measure import OPTIMIZERS, repeated, seed_everything
 from advisor.auto.parallelize import auto_parallelize
 from advisor.auto.preflight import warn_of_risks
 from advisor.cost import estimate
@@ -77,7 +77,8 @@ class CheckRequest:
     timeout_s: float | None = None
 
     def built(self) -> LoadedModel:
-        """Build the model, fresh for each run."""
+        """Build the model, fresh for each run and the same on every rank."""
+        seed_everything()
         return load_model(self.model, samples=_ROWS_LOOKED_AT, sequence_length=self.sequence_length)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,7 +28,8 @@ from engines.runtime.steps import WARM_UP_STEPS
 from engines.runtime.world import World, join_world
 from engines.state.optimizer import OptimizerFactory
 from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import map_batch
+from profiles.capture.batch_dims import Dims, dims_of
+from profiles.capture.batch_rows import batch_size, repeat_rows, split_rows
 from profiles.errors import InputError, RankError, UnknownNameError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe
@@ -110,6 +113,8 @@ class MeasuredModel:
     steps: int
 
     def built(self) -> LoadedModel:
+        """The same on every rank: ranks of one replica must have the same rows."""
+        seed_everything()
         return load_model(self.model, samples=_ROWS_LOOKED_AT, sequence_length=self.sequence_length)
 
     def machines(self, case: SweepCase) -> ClusterProfile:
@@ -213,7 +218,8 @@ def _require_ranks(case: SweepCase, world: World) -> None:
 def _measured(case: SweepCase, subject: MeasuredModel) -> Point:
     is_alone = case.facts.cluster.world_size == 1 < subject.world.size
     loaded = subject.built()
-    loaded = replace(loaded, sample=repeated(loaded.sample, _rows(case)))
+    dims = case.facts.model.batch_dims
+    loaded = replace(loaded, sample=repeated(loaded.sample, _rows(case), dims))
     parallel = (_alone if is_alone else _together)(case, subject, loaded)
     if is_alone and subject.world.rank > 0:
         while not (text := subject.words.heard()):  # a message per step
@@ -249,10 +255,18 @@ def _rows(case: SweepCase) -> int:
     return max(_ROWS_LOOKED_AT, named or most)
 
 
-def repeated(sample: Batch, rows: int) -> Batch:
-    """Repeat the rows of `sample`."""
-    index = torch.arange(rows)
-    return map_batch(lambda tensor: tensor[index % len(tensor)], sample)
+def repeated(sample: Batch, rows: int, dims: Dims | None = None) -> Batch:
+    """Repeat the rows of `sample`, up to `rows` of them."""
+    dims = dims or dims_of(sample)
+    every = repeat_rows(sample, -(-rows // batch_size(sample, dims)), dims)
+    return split_rows(every, [rows, batch_size(every, dims) - rows], dims)[0]
+
+
+def seed_everything() -> None:
+    """Let factories of random models and data draw the same on every rank."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 def _together(case: SweepCase, subject: MeasuredModel, loaded: LoadedModel) -> ParallelModel:
@@ -301,9 +315,11 @@ def _alone(case: SweepCase, subject: MeasuredModel, loaded: LoadedModel) -> Para
 def _timed(
     parallel: ParallelModel, sample: Batch, subject: MeasuredModel, *, is_alone: bool
 ) -> Timing:
+    assert isinstance(parallel.decision, Decision)
     of_all = parallel.plan.global_batch_size
     assert of_all is not None
-    batch = repeated(sample, of_all // parallel.data_world_size)
+    dims = parallel.decision.facts.model.batch_dims
+    batch = repeated(sample, of_all // parallel.data_world_size, dims)
     for _ in range(WARM_UP_STEPS + subject.steps):
         parallel.train_step(batch)
         if is_alone:

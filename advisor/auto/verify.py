@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from advisor.auto.measure import seed_everything
 from advisor.auto.parallelize import auto_parallelize
 from advisor.decide.decision import Decision
 from advisor.inputs.models import LoadedModel, load_model
@@ -38,7 +39,6 @@ from profiles.units import format_gib
 STEPS = 3
 ROWS_PER_RANK = 2
 """Of a sample that is made here."""
-SEED = 0
 MOMENTUM = 0.9
 FIRST_UPDATE = 0.1
 """Largest L2 norm of the first update of all parameters together."""
@@ -110,7 +110,7 @@ def verify(request: VerifyRequest) -> Verified | None:
         ModelError: the model cannot be built, or run on its sample.
     """
     world = join_world()
-    torch.manual_seed(SEED)
+    seed_everything()
     loaded = load_model(
         request.model, samples=ROWS_PER_RANK * world.size, sequence_length=request.sequence_length
     )
@@ -132,7 +132,6 @@ def verify(request: VerifyRequest) -> Verified | None:
         precision=request.precision,
         cluster=probe() if request.settings else None,
         learns=False,
-        seed=SEED,
     )
     plan = parallel.plan
     parallel.train(not draws)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -104,9 +105,20 @@ def dtype_name(tensor: nn.Parameter | object) -> str:
 
 
 def require_module(model: object) -> None:
-    """Raises ModelError: no module, or one whose shapes are not known yet."""
+    """Raises ModelError: no module, one whose shapes are not known yet, or parts elsewhere."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"a torch.nn.Module is wanted, this is a {type(model).__name__}")
+    remote = next(_remote_modules(model), None)
+    if remote is not None:
+        raise ModelError(
+            f"`{remote or type(model).__name__}` is on another process, by torch.distributed.rpc:"
+            " its parameters and its backward are not here",
+            hints=[
+                "build it as a plain module, and let the plan place it: `pp=2` puts layers on other"
+                " ranks, `tp=2` splits large tables and layers, `dp_shard=2` shards all of them",
+                "parameters on servers that workers fetch from: `updates=asynchronous servers=1`",
+            ],
+        )
     lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
     lazy = lazy or next((name for name, b in model.named_buffers() if is_lazy(b)), None)
     if lazy is not None:
@@ -114,3 +126,30 @@ def require_module(model: object) -> None:
             f"`{lazy}` is lazy and not initialised: its shape is not known yet",
             hints=["run the model once on a batch before it is looked at"],
         )
+
+
+def _remote_modules(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of the modules in `module` that are elsewhere; a RemoteModule raises where it is asked
+    for its own modules."""
+    if _is_remote(module):
+        yield prefix
+        return
+    for name, child in vars(module).get("_modules", {}).items():
+        if child is not None:
+            yield from _remote_modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _is_remote(module: nn.Module) -> bool:
+    """True of a RemoteModule, and of a module that holds references to remote values.
+
+    By name: torch's RPC need not be there, and is slow to import.
+    """
+    kinds = {f"{kind.__module__}.{kind.__name__}" for kind in type(module).__mro__}
+    if "torch.distributed.nn.api.remote_module._RemoteModule" in kinds:
+        return True
+    values = (value for key, value in vars(module).items() if not key.startswith("_"))
+    return any(
+        type(each).__name__ in ("RRef", "PyRRef")
+        for value in values
+        for each in (value if isinstance(value, list | tuple) else (value,))
+    )
