@@ -22,6 +22,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from engines.data.prefetch import CopiesAhead
 from engines.plan import Plan
 from engines.runtime.preflight import shared_memory, shm_free_bytes
 from engines.runtime.random_states import random_states, restore_random_states
@@ -58,6 +59,7 @@ class ShardedLoader:
 
     Args:
         dims: of the batches, where they are known; see `profiles.capture.batch_dims`.
+        copies: to the device, begun one batch ahead where workers load and pin the batches.
 
     Raises:
         InputError: nothing that yields batches, or a shuffled loader without automatic batches,
@@ -72,6 +74,7 @@ class ShardedLoader:
         replicas: int,
         seed: int,
         dims: Dims | None = None,
+        copies: CopiesAhead | None = None,
     ) -> None:
         if not isinstance(loader, Iterable):
             raise InputError(
@@ -81,6 +84,7 @@ class ShardedLoader:
             )
         self.replica, self.replicas = replica, replicas
         self._dims = dims or None
+        self._copies = copies
         self.epoch = 0
         self._source = loader
         self._indices: _ReplicaBatches | None = None
@@ -155,6 +159,8 @@ class ShardedLoader:
             for _ in islice(batches, self._to_read(resumed.batches)):
                 pass
             restore_random_states(users)
+        if self._copies is not None and self._copies.is_on and self._loads_aside:
+            batches = self._copies.ahead(batches)
         for batch in batches:
             self._pass.batches += 1
             yield batch
@@ -191,6 +197,15 @@ class ShardedLoader:
     def _is_stateful(self) -> bool:
         """True if the source knows its own place, as torchdata's StatefulDataLoader does."""
         return self._indices is None and hasattr(self._source, "load_state_dict")
+
+    @property
+    def _loads_aside(self) -> bool:
+        """True if a batch may be fetched early: workers load it, so that no random number of this
+        process is drawn for it, it is pinned, and its place in the data is counted here."""
+        source = self._source
+        if not isinstance(source, DataLoader) or self._is_stateful:
+            return False
+        return source.num_workers > 0 and source.pin_memory
 
     def _to_read(self, batches: int) -> int:
         """Batches to read and drop: none where index lists are skipped."""

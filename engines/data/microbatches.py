@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engines.data.batch_structure import batch_topic
 from engines.data.loader import split_rows_evenly
+from engines.data.prefetch import CopiesAhead
 from engines.plan import Plan
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import World, rank_error_context, sum_over_ranks, texts_of_ranks
@@ -50,6 +51,7 @@ class MicrobatchCutter:
 
     Attributes:
         is_sharded: a loader was split over the replicas.
+        copies: of batches that loaders began to copy ahead.
         total: rows of the latest global batch.
         counted: weights of this rank's rows in it.
     """
@@ -73,6 +75,7 @@ class MicrobatchCutter:
         self._replica = replica
         self._require = require
         self._dims = profile.batch_dims or None
+        self.copies = CopiesAhead(world.device)
         self._spare: Batch | None = None
         self._is_compared = False
         self.is_sharded = False
@@ -268,8 +271,7 @@ class MicrobatchCutter:
                 where=describe(batch),
                 hints=["a meta sample is enough to plan; train on real batches"],
             )
-        device = self._world.device
-        return map_batch(lambda tensor: tensor.to(device, non_blocking=True), batch)
+        return map_batch(self.copies.moved, batch)
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:

@@ -345,6 +345,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             replicas=self.data_world_size,
             seed=self._seed,
             dims=self._profile.batch_dims,
+            copies=self._cutter.copies,
         )
         sharded.warn_of_shared_memory(self._profile)
         sharded.require_room(self.plan)
