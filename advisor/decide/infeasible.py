@@ -177,10 +177,11 @@ def _smaller_states(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterat
 
 def _adapters(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator[str]:
     """Try adapters on a frozen base in 16 bits, and in 4 if that is still too much."""
-    for words, changed in (("16 bits (LoRA)", lora(facts)), ("4 bits (QLoRA)", qlora(facts))):
+    ways = (("16 bits (LoRA)", lora(facts)), ("4 bits (QLoRA), priced only", qlora(facts)))
+    for words, changed in ways:
         if changed is None:
             continue
-        change = f"train only adapters of rank {RANK}, the base frozen in {words}, priced only"
+        change = f"train only adapters of rank {RANK}, the base frozen in {words}"
         hints = list(_verified(change, changed, tried, partial))
         if hints:
             yield from hints

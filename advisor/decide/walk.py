@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from advisor.cost import CostModel, Estimate
-from advisor.decide.candidates import legal_plans
+from advisor.decide.candidates import legal_plans, why_illegal
 from advisor.decide.tree import EDGES, LEAVES, NOT_WEIGHED, QUESTIONS, ROOT, TraceStep, TreeTrace
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
@@ -62,8 +62,7 @@ class _Situation:
         A batch that does not divide is replaced by one sample a device, as the questions are not
         about the batch.
         """
-        facts = self.facts
-        partial = PartialPlan(pp=1, cp=1, tp=1, data_parallel=kind)
+        facts, partial = self.facts, _alone(kind)
         plans = legal_plans(facts, partial, costs=self.costs)
         if not plans:
             world = facts.cluster.world_size
@@ -71,6 +70,11 @@ class _Situation:
             other = facts.model_copy(update={"workload": workload})
             plans = legal_plans(other, partial, costs=self.costs.for_facts(other))
         return weigh(plans, self.costs, self.policy)
+
+
+def _alone(kind: DataParallel) -> PartialPlan:
+    """Plans of this kind over all devices."""
+    return PartialPlan(pp=1, cp=1, tp=1, data_parallel=kind)
 
 
 Answer = tuple[str, str]
@@ -156,7 +160,9 @@ def _links(situation: _Situation, where: str) -> Answer:
     sharded = situation.probes(DataParallel.FULL_SHARD)
     given = given_bytes_per_s(cluster)
     if not sharded:
-        return "slow", "the model cannot be sharded here: see the problems of `zero=3`"
+        broken = why_illegal(situation.facts, _alone(DataParallel.FULL_SHARD))
+        because = broken[0].what if broken else "no plan of it could be made"
+        return "slow", f"ZeRO-3 is not possible here: {because}"
     fitting = [c for c in sharded if c.estimate.fits(situation.usable_bytes)]
     if fitting:
         least = min(fitting, key=lambda c: (needed_bytes_per_s(c.estimate), str(c.plan)))

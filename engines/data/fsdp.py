@@ -17,14 +17,15 @@ its last round. FSDP2 ignores parameters of other ranks' stages.
 Every rank keeps whole what cannot be cut, and its gradients are averaged when a step is over:
 parameters without dimensions (CLIP's scale of logits), those that the forward itself changes
 (writes to a gathered copy are lost), those with hooks for their gradients (a gathered copy has
-none), trained ones of another dtype than most of their group (whose gradients are one message), and
-those of TorchScript, whose modules take no hooks. Gradients of embeddings are dense.
+none), those of TorchScript, whose modules take no hooks, and trained ones of another dtype than
+most of their group, whose gradients are one message, if no module holds them alone. Gradients of
+embeddings are dense.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -39,6 +40,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from engines.data.replicas import local_part
 from engines.plan import DataParallel, OffloadTo, Plan
@@ -85,49 +87,91 @@ def shard(
     if mixed:
         _require_cast(model, uncut)
     whole = _whole({*uncut, *ignored}, device_type=mesh.device_type)
+
+    def cut(
+        module: nn.Module,
+        name: str,
+        *,
+        keeps: bool,
+        ignored: set[nn.Parameter],
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        allocate(chain(module.parameters(), module.buffers()))
+        parts, _ = _of_other_dtypes(module, ignored)
+        for part in (*parts, module):
+            part.register_forward_hook(_own_storage)
+            with _refused(name):
+                sharded = fully_shard(
+                    part,
+                    mesh=mesh,
+                    reshard_after_forward=not keeps,
+                    mp_policy=_precision(mixed, output_dtype=output_dtype),
+                    offload_policy=_offload(plan, mesh),
+                    ignored_params=ignored,
+                )
+            if name in profile.flow.changing_others:
+                reduce_at_end(sharded)
+            if offload is not None:
+                offload(sharded)
+
     for unit in profile.shard_units():
         module = model.get_submodule(unit.name)
         is_own = not isinstance(module, torch.jit.ScriptModule)  # else it takes no hooks
         if unit.name and is_own and others.isdisjoint(module.parameters()):
-            allocate(chain(module.parameters(), module.buffers()))
-            module.register_forward_hook(_own_storage)
-            with _refused(unit.name):
-                cut = fully_shard(
-                    module,
-                    mesh=mesh,
-                    reshard_after_forward=plan.data_parallel not in _KEEP_PARAMETERS
-                    and unit.name != read_later,
-                    mp_policy=_precision(mixed),
-                    offload_policy=_offload(plan, mesh),
-                    ignored_params=whole,
-                )
-            if unit.name in profile.flow.changing_others:
-                reduce_at_end(cut)
-            if offload is not None:
-                offload(cut)
-    allocate(chain(model.parameters(), model.buffers()))
-    model.register_forward_hook(_own_storage)
-    with _refused(profile.name):
-        root = fully_shard(
-            model,
-            mesh=mesh,
-            reshard_after_forward=False,
-            mp_policy=_precision(mixed, output_dtype=torch.float32 if mixed else None),
-            offload_policy=_offload(plan, mesh),
-            ignored_params=others | whole,
-        )
-    assert isinstance(root, FSDPModule)
-    if offload is not None:
-        offload(root)
-    reduce_unused_parameters(root)
-    return root
+            keeps = plan.data_parallel in _KEEP_PARAMETERS or unit.name == read_later
+            cut(module, unit.name, keeps=keeps, ignored=whole)
+    output_dtype = torch.float32 if mixed else None
+    cut(model, profile.name, keeps=True, ignored=others | whole, output_dtype=output_dtype)
+    assert isinstance(model, FSDPModule)
+    reduce_unused_parameters(model)
+    return model
 
 
 def _uncut(model: nn.Module, profile: ModelProfile) -> set[nn.Parameter]:
-    units = [model.get_submodule(unit.name) for unit in profile.shard_units() if unit.name]
-    uncut = {*_scalars(model), *map(model.get_parameter, profile.flow.written)}
-    uncut |= {*_of_other_dtypes(model, units), *_scripted(model)}
-    return uncut | {p for p in model.parameters() if has_gradient_hooks(p)}
+    """Parameters that stay whole on every rank."""
+    uncut = {*_scalars(model), *map(model.get_parameter, profile.flow.written), *_scripted(model)}
+    uncut |= {p for p in model.parameters() if has_gradient_hooks(p)}
+    seen = set(uncut)
+    for group in (*(unit.name for unit in profile.shard_units() if unit.name), ""):
+        module = model.get_submodule(group)
+        uncut |= _of_other_dtypes(module, seen)[1]
+        seen.update(module.parameters())
+    return uncut
+
+
+def _of_other_dtypes(
+    module: nn.Module, ignored: Container[nn.Parameter]
+) -> tuple[list[nn.Module], set[nn.Parameter]]:
+    """The largest parts of `module` that learn in another dtype than most of it, which are groups
+    of their own: FSDP2 reduces the gradients of a group in one. What is frozen is gathered with the
+    rest, whatever its dtype. And parameters of other dtypes that no such part holds.
+    """
+    learning = [
+        p
+        for p in module.parameters()
+        if p.requires_grad and p not in ignored and not isinstance(p, DTensor)
+    ]
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in learning:
+        elements[parameter.dtype] += parameter.numel()
+    if len(elements) < 2:
+        return [], set()
+    most, uses = elements.most_common(1)[0][0], _uses(module)
+    parts: dict[str, nn.Module] = {}
+    for path, part in module.named_modules():
+        dtypes = {p.dtype for p in part.parameters() if p in set(learning)}
+        is_inside = any(path.startswith(f"{outer}.") for outer in parts)
+        is_closed = all(count == uses[p] for p, count in _uses(part).items())
+        if len(dtypes) == 1 and most not in dtypes and is_closed and not is_inside:
+            parts[path] = part
+    separate = {p for part in parts.values() for p in part.parameters()}
+    left = {p for p in learning if p.dtype is not most and p not in separate}
+    return list(parts.values()), left
+
+
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """The places where each parameter is registered."""
+    return Counter(p for _, p in module.named_parameters(remove_duplicate=False))
 
 
 def shard_experts(
@@ -172,20 +216,6 @@ def _scripted(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             yield from module.parameters()
-
-
-def _of_other_dtypes(model: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    """Trained parameters of another dtype than most of what is sharded with them."""
-    left = dict.fromkeys(model.parameters())
-    for module in (*units, model):
-        group = [p for p in module.parameters() if p in left]
-        for parameter in group:
-            del left[parameter]
-        sizes: Counter[torch.dtype] = Counter()
-        for parameter in group:
-            sizes[parameter.dtype] += parameter.nbytes if parameter.requires_grad else 0
-        main = max(sizes, key=lambda dtype: sizes[dtype], default=None)
-        yield from (p for p in group if p.requires_grad and p.dtype is not main)
 
 
 def _whole(parameters: set[nn.Parameter], *, device_type: str) -> set[nn.Parameter]:

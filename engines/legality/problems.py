@@ -124,7 +124,7 @@ def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
 def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """FSDP2 computes a group in one dtype where it casts parameters: what stays whole is not cast.
 
-    Otherwise trained parameters of other dtypes than most of their group stay whole.
+    Otherwise parts that learn in another dtype are groups of their own.
     """
     if not plan.data_parallel.is_sharded or numerics(plan, model) is Numerics.AS_BUILT:
         return

@@ -132,6 +132,7 @@ def test_of_many_plans_remedies_are_tried_on_the_nearest_only(
     cluster = whole.cluster.model_copy(update={"host_memory_bytes": None})
     whole = whole.model_copy(update={"cluster": cluster})
     calls = []
+    monkeypatch.setattr(infeasible, "_CHANGES_SHOWN", 9)
     monkeypatch.setattr(infeasible, "decide", lambda *args, **named: calls.append(args))
     with pytest.raises(NoPlanError) as caught:
         choose(whole)

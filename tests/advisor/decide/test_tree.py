@@ -159,6 +159,15 @@ def test_a_link_is_named_with_its_own_number() -> None:
     assert gpus(2, 8).group_bandwidth(2, stride=8).value == 50e9
 
 
+def test_a_model_that_cannot_be_sharded_gets_the_reason() -> None:
+    sparse = MIDDLE.model_copy(update={"sparse_gradients": ("embed.weight",)})
+    whole = facts(sparse, gpus(1, 8, memory_gib=200), batch=8)
+    _, because = walk._links_in_node(walk._Situation(CostModel(whole), Policy()))
+    assert because == (
+        "ZeRO-3 is not possible here: `embed.weight` has sparse gradients, which cannot be sharded"
+    )
+
+
 def test_an_oversubscribed_switch_is_named_with_its_remaining_bandwidth() -> None:
     crowded = gpus(2, 8).model_copy(update={"oversubscription": 4.0})
     said = str(choose(facts(MIDDLE, crowded, batch=64)).trace)

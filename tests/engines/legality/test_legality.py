@@ -110,6 +110,7 @@ def test_sharded_units_are_computed_in_bf16_if_they_train_one_dtype() -> None:
 def test_units_of_different_dtypes_may_be_sharded_each_on_its_own() -> None:
     mixed = model(unit("b.0", dtypes=("bfloat16",)), unit("b.1"))
     assert rules("dp_shard=2", mixed, cpu_ranks(2)) == []
+    assert rules("dp_replicate=2", mixed, cpu_ranks(2)) == []
 
 
 def test_sparse_gradients_may_be_sharded() -> None:
