@@ -116,7 +116,7 @@ class SafetensorsFiles:
 
         path = self._file_of[name]
         if path not in self._open:
-            self._open[path] = _opened(path)
+            self._open = {path: _opened(path)}  # one at a time: it is mapped into memory
         try:
             yield self._open[path]
         except (SafetensorError, OSError) as error:
@@ -202,5 +202,5 @@ def _opened(path: Path) -> Any:
     open_regular(path).close()  # safetensors would wait for a FIFO's writer
     try:
         return safe_open(str(path), framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch maps the file
         raise FileError(f"`{path}` cannot be read as safetensors: {error}") from None

@@ -66,6 +66,10 @@ def not_private(status: os.stat_result) -> str:
     return ""
 
 
+_PART_BYTES = 2**20
+"""Read at once: Python takes memory for as much as is asked for, however small the file is."""
+
+
 def read_bytes(
     path: str | os.PathLike[str], *, most: int = MOST_BYTES, is_private: bool = False
 ) -> bytes:
@@ -75,13 +79,15 @@ def read_bytes(
         FileError: see `open_regular`; or the file is larger.
     """
     with open_regular(path, is_private=is_private) as file:
+        content = bytearray()
         try:
-            content = file.read(most + 1)
+            while part := file.read(min(_PART_BYTES, most + 1 - len(content))):
+                content += part
         except OSError as error:
             raise FileError(f"cannot read `{path}`: {error.strerror}") from None
     if len(content) > most:
         raise FileError(f"cannot read `{path}`: it has more than {most:,} bytes, the most allowed")
-    return content
+    return bytes(content)
 
 
 def read_text(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from engines.apply import apply_plan
 from engines.data.replicas import local_part
 from engines.parallel import ParallelModel
 from engines.plan import Plan
+from engines.state.checkpoint.shard_file import ShardWriter
 from engines.state.deferred import deferred
 from engines.tensor.proposal import propose_styles
 from profiles.capture.batch import Batch
 from profiles.capture.capture import capture
+from profiles.errors import FileError, InputError, ModelError
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import relative, sgd
 from tests.nightly import nightly
@@ -25,6 +29,7 @@ from tests.workers import Pool
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
+safe_open = pytest.importorskip("safetensors").safe_open
 
 SHARD = "20KB"
 SMALL = {"vocab_size": 61, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
@@ -142,3 +147,110 @@ def test_weights_go_from_transformers_through_a_plan_and_back(
     with torch.no_grad():
         outputs = [model(batch_of(2)["input_ids"]).logits for model in (again, reference)]  # type: ignore[index,call-overload]
     assert torch.equal(*outputs)
+
+
+def alone(model: nn.Module | None = None, **options: Any) -> ParallelModel:
+    """A model on one process."""
+    torch.manual_seed(2)
+    return applied(build("gpt2") if model is None else model, "", **options)
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
+    parallel = alone()
+    before = {name: value.clone() for name, value in parallel.state_dict().items()}
+    good = {n: v + 1 for n, v in before.items() if n != "lm_head.weight"}  # it is tied
+    name = "transformer.h.1.ln_1.weight"
+    rest = {n: v for n, v in good.items() if n != name}
+    cases = {
+        f"has no `{name}`": rest,
+        "has `transformer.h.2.ln_1.weight`, the model has not": {
+            **good,
+            "transformer.h.2.ln_1.weight": torch.ones(32),
+        },
+        r"has the shape \(16,\), in the model \(32,\)": {**good, name: torch.ones(16)},
+        "float64, in the model .* float32: it would round": {**good, name: good[name].double()},
+    }
+    path = tmp_path / "model.safetensors"
+    for text, tensors in cases.items():
+        safetensors.save_file(tensors, path)
+        with pytest.raises(ModelError, match=text):
+            parallel.load_pretrained(path)
+        assert off(parallel, before) == 0
+    safetensors.save_file({**rest, name: good[name].double()}, path)
+    parallel.load_pretrained(path, cast=True)
+    assert off(parallel, {n: before[n] + 1 for n in before}) == 0
+    safetensors.save_file({**{n: before[n] for n in rest}, "more": torch.ones(1)}, path)
+    parallel.load_pretrained(path, strict=False)
+    assert off(parallel, {n: before[n] + (n == name) for n in before}) == 0
+
+
+def test_half_precision_and_names_without_the_prefix_are_read(tmp_path: Path) -> None:
+    parallel = alone()
+    wanted = {n: v.bfloat16() for n, v in parallel.state_dict().items() if "lm_head" not in n}
+    bare = {name.removeprefix("transformer."): value for name, value in wanted.items()}
+    bare["h.0.attn.bias"] = torch.ones(1)  # a mask that old files of GPT-2 have
+    safetensors.save_file(bare, tmp_path / "model.safetensors")
+    parallel.load_pretrained(tmp_path)
+    state = parallel.state_dict()
+    assert all(torch.equal(state[name], value.float()) for name, value in wanted.items())
+
+
+def test_pickles_are_refused(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(FileError, match=r"pytorch_model.bin` .* a pickle may run code"):
+        alone().load_pretrained(tmp_path)
+
+
+def test_a_checkpoint_of_ours_is_read_without_its_optimizer(tmp_path: Path) -> None:
+    saved = alone()
+    saved.train_step(batch_of(2))
+    saved.save(tmp_path)
+    wanted = {name: value.clone() for name, value in saved.state_dict().items()}
+    with deferred():
+        model = build("gpt2")
+    parallel = alone(model, weights=tmp_path)
+    assert (off(parallel, wanted), parallel.step) == (0, 0)
+    saved.train_step(batch_of(2))
+    saved.load_pretrained(tmp_path)
+    assert (off(saved, wanted), saved.step) == (0, 2)
+
+
+def test_files_have_their_size_ties_are_written_once_and_nothing_is_overwritten(
+    tmp_path: Path,
+) -> None:
+    parallel = alone()
+    folder = parallel.save_pretrained(tmp_path / "whole")
+    assert {path.name for path in folder.iterdir()} == {
+        "model.safetensors", "config.json", "generation_config.json",
+    }  # fmt: skip
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        names = set(file.keys())
+    assert names == parallel.state_dict().keys() - {"lm_head.weight"}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    parallel.save_pretrained(tmp_path / "parts", max_shard_size="10KB")
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == names
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in parallel.module.parameters())
+    for file_name in set(index["weight_map"].values()):
+        inside = [name for name, file in index["weight_map"].items() if file == file_name]
+        size = (tmp_path / "parts" / file_name).stat().st_size
+        assert size < 10_000 + 1000 or len(inside) == 1
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(FileError, match="exists already: nothing is overwritten"):
+        parallel.save_pretrained(tmp_path / "parts")
+    for size in ("5 parsecs", 0, "0GB"):
+        with pytest.raises(InputError, match="is no size of a file"):
+            parallel.save_pretrained(tmp_path / "other", max_shard_size=size)  # type: ignore[arg-type]
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    parallel = alone()
+    with (
+        patch.object(ShardWriter, "write", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(FileError, match=r"cannot write .* No space left on device"),
+    ):
+        parallel.save_pretrained(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
