@@ -17,6 +17,7 @@ from advisor.cost.replay import USUAL_OVERLAP
 from advisor.decide import levers, offload
 from advisor.decide.allocator import allocator_hint
 from advisor.decide.decision import Decision
+from advisor.decide.small_batch import small_batch_hints
 from advisor.inputs.stacks import compiled, is_of_engines, is_preset, summary
 from advisor.learning.constants import tier_of
 from advisor.search.ranking import (
@@ -328,6 +329,7 @@ def hints(decision: Decision) -> Iterator[str]:
             f" {format_seconds(estimate.step_high_s)}"
         )
     yield from _crowded(facts.cluster)
+    yield from small_batch_hints(decision)
     norms = facts.model.batch_norms
     if norms and decision.plan.forwards > 1:
         yield (
