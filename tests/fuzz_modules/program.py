@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.fuzz_modules import unusual_code  # noqa: F401  # its blocks are registered
 from tests.fuzz_modules.common import COMMON, VOCABULARY
 from tests.fuzz_modules.unusual import UNUSUAL
 
