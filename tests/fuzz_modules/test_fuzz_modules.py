@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fuzz_modules import run
 from tests.fuzz_modules.program import BLOCKS, Program
-from tests.fuzz_modules.results import ALLOWED, Case, Outcome, counts_of
+from tests.fuzz_modules.results import ALLOWED, REPORT, Case, FuzzedModules, Outcome, counts_of
 from tests.fuzz_modules.run import PLANS, cases_of
 from tests.fuzz_modules.structures import Structure
 from tests.fuzz_modules.unusual import UNUSUAL
@@ -98,3 +99,27 @@ def test_causes_are_counted_without_names() -> None:
     ]
     (counts,) = counts_of(cases)
     assert counts.refusals == {"split: `_` of 3": 2, "`_` is late": 1}
+
+
+def test_a_program_that_fails_keeps_the_block_that_fails_alone(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_with_tied(program: Program, plans: list[str], pool: Pool) -> list[Case]:
+        is_wrong = "tied" in dict(program.blocks)
+        outcome = Outcome.DIFFERED if is_wrong else Outcome.TRAINED
+        return [Case(program=str(program), again=program.again, plan=plans[0], outcome=outcome)]
+
+    monkeypatch.setattr(run, "cases_of", fails_with_tied)
+    program = Program(0, only=("mlp", "tied", "dense"))
+    (case,) = fails_with_tied(program, ["tp=2"], pool)
+    assert run.shrunk(program, case, pool).blocks == [("tied", 1)]
+
+
+def test_the_saved_run_has_only_what_trained_or_was_refused() -> None:
+    saved = FuzzedModules.load(REPORT)
+    assert saved.programs >= 100
+    assert [counts.plan for counts in saved.plans] == list(PLANS)
+    for counts in saved.plans:
+        assert sum(counts.outcomes.values()) == saved.programs
+        assert set(counts.outcomes) <= {outcome.value for outcome in ALLOWED}, counts
+    assert saved.wrong == ()
