@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from advisor import advise, auto_parallelize
+from advisor import advise, auto_parallelize, deferred
 from advisor.auto.arguments import cluster_of, optimizer_of
 from profiles.errors import AdvisorError, InputError, ModelError
 from tests.engines.cases import CASES, cpu_ranks, token_loss
@@ -55,10 +55,50 @@ def test_an_argument_of_another_kind_says_what_to_give(
     caught.match(message)
 
 
-@pytest.mark.parametrize("model", [CASES["gpt"].build, nn.Linear])
-def test_a_factory_in_place_of_a_model_is_refused(model: object) -> None:
-    with pytest.raises(ModelError, match=r"a torch.nn.Module is wanted"):
-        auto_parallelize(model, sample=CASES["gpt"].batch(2))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gpt", "a torch.nn.Module is wanted, this is a str"),
+        (nn.Linear, r"the model's function wants arguments[\s\S]*lambda: Model\(config\)"),
+        (lambda: 3, "the model's function returns a int, no torch.nn.Module"),
+    ],
+)
+def test_what_is_no_model_and_builds_none_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        auto_parallelize(model, sample=CASES["gpt"].batch(2))
+
+
+def test_a_function_in_place_of_a_model_is_called_without_memory_for_parameters() -> None:
+    case, seen = CASES["gpt"], []
+
+    def build() -> nn.Module:
+        model = case.build()
+        seen.extend(parameter.is_meta for parameter in model.parameters())
+        return model
+
+    options: Any = {"sample": case.batch(2), "loss_fn": token_loss, "cluster": cpu_ranks(1)}
+    assert advise(build, **options).plan == advise(case.build(), **options).plan
+    one = auto_parallelize(build, **options, learns=False, seed=5)
+    assert seen
+    assert all(seen)
+    with deferred():
+        model = case.build()
+    other = auto_parallelize(model, **options, learns=False, seed=5)
+    assert torch.equal(one.train_step(case.batch(2)), other.train_step(case.batch(2)))
+    weights = case.build().state_dict()
+    loaded = auto_parallelize(build, **options, learns=False, weights=weights).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+
+
+class Loose(nn.Linear):
+    """A parameter that its constructor alone can make."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.scale
 
 
 class Detached(nn.Linear):
@@ -76,7 +116,11 @@ class Detached(nn.Linear):
         ),
         (nn.Linear(4, 4), lambda o, t: (o - t).square(), r"the loss is \(2, 4\), it must be one"),
         (nn.Linear(4, 4), lambda o, t: 1.0, "the loss is float, it must be one number"),
-        (nn.Linear(4, 4).to("meta"), F.mse_loss, "`weight` is on the meta device"),
+        (
+            Loose().to("meta"),
+            F.mse_loss,
+            "left `scale` without values|`scale` is on the meta device",
+        ),
         (nn.Linear(4, 4).requires_grad_(False), F.mse_loss, "there is nothing to train"),
     ],
 )
