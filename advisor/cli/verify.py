@@ -39,7 +39,12 @@ RANK_BYTES = 0.5 * 2**30
     help="Of forward and backward. Default: the dtype that the model is built in.",
 )
 @click.option("--steps", callback=count, metavar="N", help="Optimizer steps. Default: 3.")
-@click.option("--exit-code", type=click.Path(path_type=Path), hidden=True)
+@click.option(
+    "--exit-code",
+    type=click.Path(path_type=Path),
+    hidden=True,
+    help="Write the exit code here; given to ranks that the command starts.",
+)
 @common_options
 def verify(
     model: str,

@@ -31,6 +31,7 @@ OPTIONS = {
     "--debug",
     "--devices",
     "--disk",
+    "--exit-code",
     "--format",
     "--global-batch",
     "--host-overhead",
