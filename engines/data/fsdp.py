@@ -15,7 +15,8 @@ round only; zero1 and zero2 keep parameters whole from the first forward of the 
 its last round. FSDP2 ignores parameters of other ranks' stages.
 
 Every rank keeps whole what cannot be cut, and its gradients are averaged when a step is over:
-parameters without dimensions (CLIP's scale of logits), those that the forward itself changes
+parameters without dimensions (CLIP's scale of logits) or elements (register tokens of a DINOv3 that
+has none), those that the forward itself changes
 (writes to a gathered copy are lost), those with hooks for their gradients (a gathered copy has
 none), those of TorchScript, whose modules take no hooks, and trained ones of another dtype than
 most of their group, whose gradients are one message, if no module holds them alone. Gradients of
@@ -129,7 +130,7 @@ def shard(
 
 def _uncut(model: nn.Module, profile: ModelProfile) -> set[nn.Parameter]:
     """Parameters that stay whole on every rank."""
-    uncut = {*_scalars(model), *map(model.get_parameter, profile.flow.written), *_scripted(model)}
+    uncut = {*_empty(model), *map(model.get_parameter, profile.flow.written), *_scripted(model)}
     uncut |= {p for p in model.parameters() if has_gradient_hooks(p)}
     seen = set(uncut)
     for group in (*(unit.name for unit in profile.shard_units() if unit.name), ""):
@@ -197,14 +198,14 @@ def shard_experts(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no sums of products
 
 
-def _scalars(model: nn.Module) -> set[nn.Parameter]:
-    return {parameter for parameter in model.parameters() if not parameter.dim()}
+def _empty(model: nn.Module) -> set[nn.Parameter]:
+    return {p for p in model.parameters() if not p.dim() or not p.numel()}
 
 
 def _require_cast(model: nn.Module, uncut: Collection[nn.Parameter]) -> None:
     """Raises PlanError: a parameter would stay whole in fp32, beside a computation in bf16."""
     for name, parameter in model.named_parameters():
-        if parameter in uncut and parameter.dim():
+        if parameter in uncut and parameter.dim() and parameter.numel():
             raise PlanError(
                 f"`{name}` cannot be sharded (the forward changes it, its gradient has hooks, or it"
                 " is of TorchScript), and its unit is computed in bf16",
