@@ -2,7 +2,7 @@
 
     --only CLASS --plan PLAN    these (each may be given again); else all
     --sample N --seed S         N of all classes, in an order by the seed
-    --again                     run what FILE knows too, but for what trained
+    --again                     run what FILE knows too, but for what trained there
     --out FILE                  tests/validation/zoo.json unless named
     --counts                    say what FILE knows, and run nothing
 
@@ -52,9 +52,9 @@ def _run(results: Classes, options: argparse.Namespace) -> Classes:
         start_ranks(pool)
         for number, name in enumerate(names, 1):
             known = results.known(name)
-            if options.again or options.only:
+            if options.again:
                 trained = [c for c in results.cells if c.outcome is Outcome.TRAINED]
-                known = {c.plan for c in trained if c.architecture == name and not options.only}
+                known = {c.plan for c in trained if c.architecture == name}
             wanted = [c for c in columns if c not in known and "*" not in known]
             if not wanted:
                 continue

@@ -40,6 +40,7 @@ _DEPTH: list[tuple[str, Change]] = [
     (r"attention_window$|window_attention_size|sliding_window", _at_most(8)),
 ]  # fmt: skip
 _WIDTHS: list[tuple[str, Change]] = [
+    (r"^window_size$", _at_most(2)),  # the last of four stages sees 2 x 2 patches
     (r"coordinate_size$", _at_most(WIDTH // 8)),
     (r"shape_size$", _at_most(WIDTH // 4)),
     (r"head_dim$|(^|_)d_kv$|kv_channels|attention_head_size|d_head$|head_size$|qk_\w*dim$|v_dim$",
@@ -71,6 +72,8 @@ _SPECIAL = re.compile(r"_token_(id|index)$|_tok(en)?$|_id$")
 _SIDES = re.compile(r"^(image|input|img)_size$")
 _WIDTH_LISTS = re.compile(r"hidden_sizes|embed_dims?$|dims$|conv_dim$|widths|channels$|neck_hidden")
 _HEAD_LISTS = re.compile(r"heads$")
+_STAGES = ("out_features", "out_indices", "backbone_out_indices", "depths")
+"""Fields that name some of the layers: their number then stays."""
 _DEPTH_LISTS = re.compile(r"depths?$|layers$|blocks$")
 
 
@@ -130,10 +133,7 @@ def _changed(
              and not (own[name] is None and type(v) is int)))
     }  # fmt: skip
     made: dict[str, object] = {}
-    before = {name: v for name, v in fields.items() if type(v) is int and _is_depth(name)}
-    depths = {v: _by_name(name, v, size) for name, v in before.items() if v > 2}
-    if _has_pattern(fields):
-        depths = {v: max(new, min(v, 4)) for v, new in depths.items()}
+    depths = _depths(fields, size)
     for name, value in fields.items():
         if isinstance(value, Mapping):
             known = CONFIG_MAPPING.get(value.get("model_type", ""), None)
@@ -145,8 +145,8 @@ def _changed(
             if new != list(value):
                 made[name] = new
         elif type(value) is int:
-            number = depths[value] if name in before and value in depths else None
-            number = _by_name(name, value, size) if number is None else number
+            is_depth = _is_depth(name) and value in depths
+            number = depths[value] if is_depth else _by_name(name, value, size)
             number = _side(fields, value) if _SIDES.search(name) and size != "shallow" else number
             if number != value:
                 made[name] = number
@@ -164,6 +164,15 @@ def _changed(
             made["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
     made.update(_special(fields))
     return made
+
+
+def _depths(fields: Mapping[str, Any], size: str) -> dict[int, int]:
+    """Numbers of layers, and what becomes of them. Patterns of layers need some more."""
+    before = {v: name for name, v in fields.items() if type(v) is int and _is_depth(name)}
+    if any(fields.get(name) for name in _STAGES):
+        return {depth: depth for depth in before}
+    least = 4 if _has_pattern(fields) else 0
+    return {v: max(_by_name(name, v, size), min(v, least)) for v, name in before.items() if v > 2}
 
 
 def _said(fields: Mapping[str, Any], known: type[Any] | None) -> dict[str, object]:

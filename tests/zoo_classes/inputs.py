@@ -216,7 +216,10 @@ def waves(config: Any, kind: type[nn.Module], variant: int) -> Tensor:
 def _ids(config: Any, kind: type[nn.Module], variant: int) -> Tensor:
     if kind.__name__.endswith("MultipleChoice"):
         return whole(SPECIAL, _vocabulary(config), ROWS, 2, LENGTH, seed=1)
-    return text(config)
+    ids = text(config)
+    if _is_encoder_decoder(config) and kind.__name__.endswith("SequenceClassification"):
+        ids[:, -1] = field(config, "eos_token_id", default=2)  # its output is what is classified
+    return ids
 
 
 def _boxes(config: Any, kind: type[nn.Module], variant: int) -> Tensor:

@@ -30,8 +30,10 @@ PLANS: dict[str, str] = {
 }
 RANKS = 2
 TOLERANCE = 1e-4
+CHOICE_S = 90.0
+"""Of finding a config that one process trains."""
 LOOK_S = 150.0
-"""Of finding a config that trains, of looking at the model and of proposing its split."""
+"""Of looking at the model and of proposing its split."""
 NO_SPLIT = "no-split"
 CRASHED = "Traceback: "
 NAMED = re.compile(r"^profiles\.errors\.(PlanError|ModelError|BatchError): (.*)", re.MULTILINE)
@@ -43,77 +45,67 @@ class Looked:
     """A class as the main process knows it: of `profile` and `refusal` one is there.
 
     Attributes:
-        choice: the config and batch that one process trains.
         styles: of tp=2; none, and `no_split` says why.
     """
 
-    choice: Choice
     profile: ModelProfile | None = None
     refusal: str = ""
     styles: tuple[tuple[str, str], ...] = ()
     no_split: str = ""
 
 
-def look(name: str, wants_styles: bool) -> Looked:
-    """Find what trains, and profile it; runs on a rank.
+def chosen(name: str) -> Choice | str:
+    """The config and batch that one process trains, or why there are none; runs on a rank."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return first_that_trains(name)
+    except NotTrained as error:
+        return str(error)
 
-    Raises:
-        NotTrained: one process does not train it.
-    """
+
+def look(name: str, choice: Choice, wants_styles: bool) -> Looked:
+    """Profile a class, and propose its split; runs on a rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        choice = first_that_trains(name)
         row = choice(name)
         torch.manual_seed(0)
         model = row.build()
         try:
             profile = capture(model, row.batch, loss_fn=row.loss_fn, name=name)
         except AdvisorError as error:
-            return Looked(choice, refusal=f"{type(error).__name__}: {error}")
+            return Looked(refusal=f"{type(error).__name__}: {error}")
         if not wants_styles:
-            return Looked(choice, profile)
+            return Looked(profile)
         try:
             proposal = propose_styles(
                 model, row.batch, size=2, profile=profile, has_target=row.loss_fn is not None
             )
         except PlanError as error:
-            return Looked(choice, profile, no_split=str(error))
+            return Looked(profile, no_split=str(error))
         except Exception:
-            return Looked(choice, profile, no_split=f"{CRASHED}{traceback.format_exc()}")
-        return Looked(choice, profile, styles=proposal.styles)
-
-
-def looked_at(name: str, pool: Pool, *, wants_styles: bool) -> Looked | str:
-    """Let a rank look; or say why one process does not train the class.
-
-    Raises:
-        RankFailure: the look itself crashed or did not end.
-    """
-    (looked,) = pool.run(_look_or_reason, name, wants_styles, world_size=1, timeout_s=LOOK_S)
-    assert isinstance(looked, Looked | str)
-    return looked
-
-
-def _look_or_reason(name: str, wants_styles: bool) -> Looked | str:
-    try:
-        return look(name, wants_styles)
-    except NotTrained as error:
-        return str(error)
+            return Looked(profile, no_split=f"{CRASHED}{traceback.format_exc()}")
+        return Looked(profile, styles=proposal.styles)
 
 
 def cells_of(name: str, plans: Iterable[str], pool: Pool) -> Iterator[Cell] | str:
     """The cells of a class, or why it does not count."""
     plans = list(plans)
     try:
-        looked = looked_at(name, pool, wants_styles="tp2" in plans)
+        (choice,) = pool.run(chosen, name, world_size=1, timeout_s=CHOICE_S)
+    except RankFailure as failure:
+        start_ranks(pool)
+        choice = cause(str(failure))
+    if isinstance(choice, str):
+        return choice
+    try:
+        (looked,) = pool.run(look, name, choice, "tp2" in plans, world_size=1, timeout_s=LOOK_S)
     except RankFailure as failure:
         start_ranks(pool)
         return _all(name, plans, Outcome.FAILED, "look", cause(str(failure)))
-    if isinstance(looked, str):
-        return looked
     if looked.profile is None:
         return _all(name, plans, Outcome.REFUSED, "look", looked.refusal)
-    return _cells(name, plans, looked, looked.profile, pool)
+    return _cells(name, plans, choice, looked, looked.profile, pool)
 
 
 def _all(name: str, plans: list[str], outcome: Outcome, rule: str, text: str) -> Iterator[Cell]:
@@ -123,7 +115,7 @@ def _all(name: str, plans: list[str], outcome: Outcome, rule: str, text: str) ->
 
 
 def _cells(
-    name: str, plans: list[str], looked: Looked, profile: ModelProfile, pool: Pool
+    name: str, plans: list[str], choice: Choice, looked: Looked, profile: ModelProfile, pool: Pool
 ) -> Iterator[Cell]:
     for column in plans:
         plan = completed(Plan.parse(PLANS[column]), profile, lambda _: looked.styles)
@@ -132,7 +124,7 @@ def _cells(
             outcome = Outcome.FAILED if crashed else Outcome.REFUSED
             yield from _all(name, [column], outcome, NO_SPLIT, looked.no_split)
             continue
-        cell = cell_of(name, column, plan, profile=profile, pool=pool, find=looked.choice,
+        cell = cell_of(name, column, plan, profile=profile, pool=pool, find=choice,
                        tolerance=TOLERANCE, compare=quiet_difference)  # fmt: skip
         error = NAMED.search(cell.text) if cell.outcome is Outcome.FAILED else None
         if error:
