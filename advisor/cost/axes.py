@@ -126,6 +126,7 @@ def over_experts(
     is_sharded: bool,
     shards: int = 0,
     element_bytes: int = 2,
+    is_torch: bool = True,
     routed: float = 0.0,
 ) -> UnitLoad:
     """A block whose experts are split over `ep` ranks: the same compute, for tokens of all of them.
@@ -139,25 +140,30 @@ def over_experts(
         is_sharded: whether FSDP2 shards the rest.
         shards: number of ranks that shard experts; 0 if they are unsharded.
         element_bytes: of the tokens sent.
+        is_torch: the engines' experts, not those of a stack with states of its own.
         routed: copies of tokens that a rank sends, where it says beforehand how many go to each
             rank, and for which expert each is (`engines.experts.token_dispatch`).
     """
     experts = expert_bytes(unit, ep=ep)
     if not experts:
         return load
+    are_partial = load.partial_gradient_bytes >= experts
     spared = experts if is_sharded and not shards else experts * (1 - 1 / ep)
     unsharded = 0.0
     if is_sharded:  # a share of the rank's part is sharded like the rest of the block
         unsharded = experts * (1 - 1 / ep) / shards if shards else experts / ep
     each = per_token or EXPERTS_PER_TOKEN
-    dispatched, combined = _dispatched_bytes(load, each, element_bytes)
+    dispatched, combined = _dispatched_bytes(
+        load, each, element_bytes, is_split=bool(are_partial and is_torch)
+    )
     in_transit = dispatched + combined
     return replace(
         load,
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
-        # Ranks of the tp axis hold different experts.
-        partial_gradient_bytes=max(0.0, load.partial_gradient_bytes - experts),
+        partial_gradient_bytes=load.partial_gradient_bytes - experts * are_partial,
+        # In other stacks ranks of the tp axis hold different experts.
+        partial_expert_bytes=experts / (shards or ep) * are_partial * is_torch,
         unsharded_bytes=unsharded,
         expert_bytes=0.0 if is_sharded and not shards else experts / ep,
         expert_tensors=sum(s.count for s in unit.shapes if _is_shared(unit, s, ep)),
@@ -166,17 +172,21 @@ def over_experts(
         exchanges=(
             *load.exchanges,
             *_token_dispatch(dispatched, combined, each),
-            *(_routing(ep, routed) if routed else ()),
+            *(_routing(ep, routed) if routed and is_torch else ()),
         ),
     )
 
 
-def _dispatched_bytes(load: UnitLoad, per_token: int, element_bytes: int) -> tuple[float, float]:
+def _dispatched_bytes(
+    load: UnitLoad, per_token: int, element_bytes: int, *, is_split: bool
+) -> tuple[float, float]:
     """Bytes of tokens sent to experts and back: as wide as the experts' inputs and outputs, which
-    may be narrower than the block (latent experts); as the block if unknown."""
+    may be narrower than the block (latent experts); as the block if unknown. Of a block that is
+    split by tokens, input or output may be whole."""
     grouped = [each for each in load.work.products if each.kind is ProductKind.GROUPED]
     if not grouped:
-        return per_token * load.output_bytes, per_token * load.output_bytes
+        width = min(load.input_bytes, load.output_bytes) if is_split else load.output_bytes
+        return per_token * width, per_token * width
     first, last = grouped[0], grouped[-1]
     return (
         element_bytes * first.m * first.repeats * first.k,

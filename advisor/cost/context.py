@@ -297,8 +297,10 @@ class CostContext:
         return summed_s(
             ledger,
             "gradients of whole parameters",
-            gradient_bytes=sum(u.partial_gradient_bytes * u.count for u in units)
-            / shard_degree(plan),
+            gradient_bytes=sum(
+                u.count * (u.partial_gradient_bytes / shard_degree(plan) + u.partial_expert_bytes)
+                for u in units
+            ),
             tensors=sum(u.partial_tensors * u.count for u in units),
             group_size=plan.tp,
             stride=1,

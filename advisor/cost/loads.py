@@ -10,7 +10,7 @@ from advisor.cost.axes import EXPERTS_PER_TOKEN, over_experts, over_tokens, spli
 from advisor.cost.runs import UnitRun, divided, runs_of
 from advisor.cost.tensor import Styled, Styles, cut, is_split, split_loss
 from advisor.cost.unit_load import UnitLoad
-from advisor.cost.work import over_expert_ranks, unit_work
+from advisor.cost.work import around, over_expert_ranks, unit_work
 from engines.tensor.styles import Kind, Style
 from profiles.model.layers import LayerCost, LayerKind
 from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
@@ -234,7 +234,8 @@ def loads_of(
                 is_sharded=is_sharded,
                 shards=expert_shards,
                 element_bytes=_element_bytes(model, numerics),
-                routed=_routed(model, samples / cp) if stack.states is None else 0.0,
+                is_torch=stack.states is None,
+                routed=_routed(model, samples / cp * around(styled[run.first], tp)),
             )
             load = _over_expert_ranks(load, ep)
         if head is not None and run.unit.name == _loss_unit(model):

@@ -21,6 +21,7 @@ class UnitLoad:
         tensors: trainable parameters.
         partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
             tp axis while their gradients are parts of a sum.
+        partial_expert_bytes: of experts' gradients on a rank that are parts of such a sum.
         unsharded_bytes: further parameters that sharding does not divide: a rank's experts, where
             other ranks hold copies of them. Their gradients take as many bytes.
         expert_bytes: parameters that are sharded, or replicated, among ranks with the same experts.
@@ -51,6 +52,7 @@ class UnitLoad:
     tensors: int = 1
     partial_gradient_bytes: float = 0.0
     partial_tensors: int = 0
+    partial_expert_bytes: float = 0.0
     unsharded_bytes: float = 0.0
     expert_bytes: float = 0.0
     expert_tensors: int = 0

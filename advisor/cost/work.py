@@ -55,9 +55,14 @@ class UnitWork:
 NO_WORK = UnitWork()
 
 
+def around(styled: Styled, tp: int) -> float:
+    """Share of a unit's tokens that a rank has outside of split layers."""
+    return 1 / tp if SPLIT in styled[0].styles else 1.0
+
+
 def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> UnitWork:
     """Work of `cost` at a microbatch of `samples`, on one of `tp` ranks."""
-    around = 1 / tp if SPLIT in styled[0].styles else 1.0
+    rest = around(styled, tp)
     products: list[ProductLoad] = []
     attention: list[AttentionLoad] = []
 
@@ -65,15 +70,15 @@ def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> Uni
         products.extend(_noted(product, share, samples) for product in part.products)
         attention.extend(_attention(part, share, samples))
 
-    inside(cost, around)
+    inside(cost, rest)
     for layer, place in zip(cost.layers, styled[1:], strict=True):
         style = cutting(place.styles)
         if style is None:
-            own = after = around
+            own = after = rest
         else:
             own = cut_share(layer, style, tp)
             is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
-            after = own if is_local and layer.kind is not LayerKind.EMBEDDING else around
+            after = own if is_local and layer.kind is not LayerKind.EMBEDDING else rest
         product = _own(layer, None if style is None else style.kind, own, samples)
         if product is not None:
             products.append(product)

@@ -30,7 +30,6 @@ from advisor.search.space import (
     stages_per_rank,
 )
 from engines.legality import problems
-from engines.legality.experts import experts
 from engines.legality.pipeline import pipeline, schedule_problems
 from engines.plan import DataParallel, Offload, PartialPlan, Plan, Precision, Recompute, Schedule
 from engines.tensor.rules import proposed_styles
@@ -254,7 +253,7 @@ class _Builder:
             if pp > 1 and pp > len(self._segment_starts):
                 continue
             for tp in self._pinned("tp", divisors(world // pp)):
-                if (tp > 1 and not self._can_split(tp)) or not self._allows_experts(pp, tp):
+                if tp > 1 and not self._can_split(tp):
                     continue
                 rest = world // pp // tp
                 for cp in self._pinned("cp", self._sequence_degrees(rest)):
@@ -269,12 +268,6 @@ class _Builder:
         if not self._partial.fixes("ep") or not self._facts.model.tokens_per_sample:
             return [1]
         return [next(n for n in divisors(rest) if batch % (rest // n) == 0)]
-
-    def _allows_experts(self, pp: int, tp: int) -> bool:
-        """Return True if expert parallelism may be legal with these degrees."""
-        plan = Plan.model_construct(pp=pp, tp=tp, ep=self._partial.ep or 1)
-        violations = experts(plan, self._facts.model, self._facts.cluster)
-        return not any(problem.rule == "experts-with-model-axes" for problem in violations)
 
     def _pinned(self, axis: str, degrees: list[int]) -> list[int]:
         wanted: int | None = getattr(self._partial, axis)

@@ -38,13 +38,6 @@ def experts(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterato
             f" {uneven[0]} % {plan.ep} = {uneven[0] % plan.ep}",
             hint=f"let ep divide {uneven[0]}",
         )
-    if plan.tp > 1:
-        yield Problem(
-            rule="experts-with-model-axes",
-            what="layers of a block are split together with all of its experts:"
-            f" tp={plan.tp}, ep={plan.ep}",
-            hint="set tp=1, or ep=1",
-        )
     if plan.compile:
         yield Problem(
             rule="experts-compiled",

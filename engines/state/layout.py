@@ -121,7 +121,7 @@ class Layout:
         copy = mesh.copy if is_sharded else mesh.replicas.position
         if cut is not None and cut[1] is mesh.ep:
             copy = 0 if is_sharded else mesh.expert_copies.position
-        has_own_part = cut is not None or mesh.tp.is_first
+        has_own_part = (cut is not None and cut[1] is mesh.tp) or mesh.tp.is_first
         return self.owns(name) and not copy and has_own_part
 
     def wholes(

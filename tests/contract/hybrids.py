@@ -90,6 +90,11 @@ PLANS = {
     " schedule=interleaved",
     "PP + EP + ZeRO-3": "pp=2 dp_shard=8 ep=4 microbatches=4 schedule=1f1b",
     "PP + EP + HSDP": "pp=4 dp_replicate=32 dp_shard=8 ep=8 microbatches=4 schedule=1f1b",
+    "TP + EP + DP": "tp=2 dp_replicate=8 ep=4 bucket_mib=16",
+    "TP + EP + ZeRO-3": "tp=2 dp_shard=8 ep=4 accumulation=2",
+    "TP by tokens + EP + ZeRO-1": "tp=4 dp_replicate=8 ep=4 zero=1 sequence_parallel=true",
+    "PP + TP by tokens + EP + ZeRO-1, recompute": "pp=2 tp=4 dp_replicate=8 ep=8 zero=1"
+    " microbatches=4 schedule=1f1b sequence_parallel=true recompute=full",
     "DDP, bf16": "dp_replicate=8 precision=bf16",
     "TP + ZeRO-3, bf16": "tp=4 dp_shard=8 precision=bf16",
     "PP + ZeRO-1, bf16": "pp=2 dp_replicate=8 zero=1 microbatches=4 schedule=1f1b precision=bf16",
@@ -173,13 +178,15 @@ def _profile(is_tied: bool, has_experts: bool) -> ModelProfile:
 
 
 @cache
-def _styles(is_tied: bool, tp: int, by_tokens: bool) -> tuple[tuple[str, str], ...]:
+def _styles(
+    is_tied: bool, has_experts: bool, tp: int, by_tokens: bool
+) -> tuple[tuple[str, str], ...]:
     """As the engine proposes and proves them."""
     return propose_styles(
-        Decoder(tied=is_tied),
+        _decoder(is_tied, has_experts),
         batch_of(ROWS),
         size=tp,
-        profile=_profile(is_tied, False),
+        profile=_profile(is_tied, has_experts),
         has_target=True,
         by_tokens=by_tokens,
     ).styles
@@ -190,7 +197,8 @@ def subject_of(name: str) -> Subject:
     stages = plan.pp * (2 if "interleaved" in name or "ZBV" in name else 1)
     update: dict[str, object] = {"stages": STAGES.get(stages, ())}
     if plan.tp > 1:
-        update["tensor_styles"] = _styles(is_tied, plan.tp, plan.sequence_parallel)
+        has_experts = plan.ep > 1
+        update["tensor_styles"] = _styles(is_tied, has_experts, plan.tp, plan.sequence_parallel)
     profile = _profile(is_tied, plan.ep > 1)
     return Subject(name, plan.model_copy(update=update), profile, is_tied)
 

@@ -64,10 +64,11 @@ class Mixture(nn.Module):
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(width, count), Experts(count, width)
+        self.router = nn.Parameter(torch.randn(count, width) / width**0.5)
+        self.experts = Experts(count, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).softmax(-1).flatten(0, 1).topk(2)
+        weights, chosen = F.linear(x, self.router).softmax(-1).flatten(0, 1).topk(2)
         mixed: Tensor = self.experts(x.flatten(0, 1), chosen, weights)
         return mixed.view_as(x)
 

@@ -16,6 +16,7 @@ from engines.legality import problems
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import join_world
+from engines.tensor.proposal import propose_styles
 from profiles.capture.batch import Batch
 from profiles.capture.capture import capture
 from profiles.capture.experts import experts_of
@@ -133,11 +134,17 @@ def differences(name: str, plan: str) -> tuple[float, float, float, int]:
     reference = copy.deepcopy(model)
     output = reference(**batch)
     output.loss.backward()
-    parsed = Plan.parse(plan)
+    parsed, profile = Plan.parse(plan), capture(model, batch, name=name)
+    if parsed.tp > 1:
+        tokens = parsed.sequence_parallel
+        split = propose_styles(
+            model, batch, size=parsed.tp, profile=profile, has_target=False, by_tokens=tokens
+        )
+        parsed = parsed.model_copy(update={"tensor_styles": split.styles})
     parallel = apply_plan(
         model,
         parsed,
-        profile=capture(model, batch, name=name),
+        profile=profile,
         cluster=cpu_ranks(parsed.world_size),
         sample=batch,
         optimizer=sgd,
@@ -184,7 +191,9 @@ def differences(name: str, plan: str) -> tuple[float, float, float, int]:
         ("mixtral", f"dp_shard=2 ep=2 schedule=gpipe recompute=full {STAGED}"),
         ("starved", f"dp_replicate=2 ep=2 schedule=zbv {FOLDED}"),
         ("DeepSeek-V3", f"dp_replicate=2 ep=2 zero=1 schedule=interleaved {FOLDED}"),
+        ("mixtral", "dp_shard=2 tp=2 ep=2 sequence_parallel=true"),
         *nightly(
+            ("DeepSeek-V3", "dp_replicate=2 tp=2 ep=2 zero=1"),
             ("mixtral", f"dp_replicate=2 ep=2 zero=2 schedule=1f1b {STAGED}"),
             ("starved", f"dp_replicate=2 ep=2 schedule=zero_bubble {STAGED}"),
             ("starved", f"dp_shard=2 ep=2 schedule=1f1b {STAGED}"),
@@ -296,7 +305,6 @@ def _profile() -> ModelProfile:
     [
         ("dp_replicate=2 ep=4", "experts-outside-data"),
         ("dp_replicate=3 ep=3", "experts-uneven"),
-        ("dp_replicate=2 tp=2 ep=2 tensor_styles=a:row", "experts-with-model-axes"),
         ("dp_replicate=2 ep=2 compile=true", "experts-compiled"),
         ("dp_shard=2 ep=2 offload=states", "experts-offloaded"),
     ],
