@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from engines.optional.async_updates.exchange import UpdateExchange
 from profiles.errors import InputError
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -28,6 +29,7 @@ class SchedulingMixin:
     register: Callable[..., None]
     scheduler: LRScheduler | None = None
     step: int
+    _exchange: UpdateExchange
     _is_probing: bool = False
 
     def follow_schedule(self, factory: SchedulerFactory) -> None:
@@ -66,7 +68,8 @@ class SchedulingMixin:
         """After each step of the optimizer."""
         if self._is_probing:
             return
-        self.step += 1
+        # One that serves counts the steps it was called for; updates may be more.
+        self.step += not self._exchange.serves
         if self.scheduler is not None:
             self.scheduler.step()
 

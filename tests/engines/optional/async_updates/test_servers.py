@@ -303,6 +303,22 @@ def test_a_learning_rate_changes_between_the_same_updates(pool: Pool) -> None:
     assert max(pool.run(_scheduled, world_size=2)) < 1e-6
 
 
+def _steps(plan: str) -> int:
+    _, parallel = spread(GPT, plan)
+    rows = 4 * parallel.data_world_size
+    for _ in range(3):
+        parallel.train_step(local_rows(parallel, GPT.batch(rows), rows))
+    parallel.state_dict()
+    return parallel.step
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("updates", ["synchronous", "asynchronous"])
+def test_servers_count_the_steps_that_workers_count(pool: Pool, updates: str) -> None:
+    plan = f"dp_replicate=2 servers=1 updates={updates}"
+    assert pool.run(_steps, plan, world_size=3) == [3, 3, 3]
+
+
 def _refused() -> list[str]:
     _, parallel = spread(GPT, "dp_replicate=1 servers=1")
     batch = GPT.batch(4)
