@@ -14,6 +14,7 @@ from tests.engines.cases import Case, profile_of
 from tests.engines.parity import local_rows, reference_loss, relative, spread
 from tests.engines.shared_parameters import OUTSIDE
 from tests.matrix.cell import TOLERANCE
+from tests.nightly import nightly
 from tests.workers import Pool
 
 ROWS = 8
@@ -51,9 +52,11 @@ def _errors(name: str, plan: str) -> tuple[float, float]:
     return relative(loss, wanted.detach()), max(errors.values())
 
 
+EACH = [(name, plan) for name in OUTSIDE for plan in PLANS]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize(("name", "plan"), [*EACH[::2], *nightly(*EACH[1::2])])
 def test_loss_and_gradients_are_those_of_one_process(name: str, plan: str, pool: Pool) -> None:
     for loss, gradient in pool.run(_errors, name, plan, world_size=PLANS[plan]):
         assert loss < TOLERANCE

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from advisor.auto.parallelize import advise, auto_parallelize
 from engines.runtime.world import join_world
 from tests.engines.cases import TinyGPT, cpu_ranks, token_loss
+from tests.nightly import nightly
 from tests.workers import Pool
 
 pytestmark = pytest.mark.dist
@@ -57,7 +58,7 @@ def _attempt(folder: str, plan: str | None, until: int) -> tuple[str, list[float
     return str(parallel.plan), losses
 
 
-@pytest.mark.parametrize("by_file", [False, True], ids=["decided", "by file"])
+@pytest.mark.parametrize("by_file", [False, *nightly(True)])
 def test_losses_are_those_of_one_process_while_ranks_come_and_go(
     pool: Pool, tmp_path: Path, by_file: bool
 ) -> None:

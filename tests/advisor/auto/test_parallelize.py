@@ -227,6 +227,7 @@ def _timed(plan: str, folder: str) -> tuple[float, int, int]:
 
 
 @pytest.mark.dist
+@pytest.mark.nightly
 def test_ranks_time_their_blocks_and_cache_the_times(pool: Pool, tmp_path: Path) -> None:
     for share, threads, saved in pool.run(_timed, "dp_replicate=2", str(tmp_path), world_size=2):
         assert share > 0.5

@@ -16,6 +16,7 @@ from profiles.errors import InputError
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import gradient_error, local_rows, reference_loss, relative, state_error
 from tests.engines.value_paths import CASES
+from tests.nightly import nightly
 from tests.workers import Pool
 
 DATA = ("dp_replicate=2", "dp_shard=2")
@@ -77,6 +78,9 @@ def _seed(number: int) -> None:
     torch.manual_seed(number)
 
 
+SPLIT = [name for name in CASES if name not in OTHER_DRAWS]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("name", CASES)
 def test_replicas_and_shards_train_as_one_process_does(pool: Pool, name: str) -> None:
@@ -87,7 +91,7 @@ def test_replicas_and_shards_train_as_one_process_does(pool: Pool, name: str) ->
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", [name for name in CASES if name not in OTHER_DRAWS])
+@pytest.mark.parametrize("name", [*SPLIT[::3], *nightly(*SPLIT[1::3], *SPLIT[2::3])])
 def test_stages_and_splits_give_the_same_or_name_the_line(pool: Pool, name: str) -> None:
     for plan in MODEL:
         for difference in pool.run(_difference, name, plan, world_size=2):

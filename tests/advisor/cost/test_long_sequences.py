@@ -151,6 +151,7 @@ class Alone(ByHand):
         return x @ self.embed.weight.t()
 
 
+@pytest.mark.nightly
 def test_no_decision_shards_a_sequence_that_the_engine_would_refuse() -> None:
     """4 Mi tokens x 100 classes x 4 bytes are 1.6 GiB of logits, with about four copies of them at
     once and a context of 2 GiB: too much for 7 GiB, while half of it fits."""

@@ -14,6 +14,7 @@ from advisor.inputs.bundled import gpt
 from engines.plan import load_plan
 from engines.tensor.rules import proposed_styles
 from tests.advisor.decide.saved import FIXED_HEADS, TOKENS, cut_down, worst_difference
+from tests.nightly import nightly
 from tests.workers import Pool
 
 TINY = {
@@ -81,7 +82,7 @@ def check(model: str, folder: Path, pool: Pool) -> None:
         assert share < 0.9  # experts stay whole
 
 
-@pytest.mark.parametrize("name", gpt.SHAPES)
+@pytest.mark.parametrize("name", [*[*gpt.SHAPES][:1], *nightly(*[*gpt.SHAPES][1:])])
 def test_bundled_models_are_trained_as_planned(
     name: str, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +90,10 @@ def test_bundled_models_are_trained_as_planned(
     check(name, tmp_path, pool)
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
+NAMES = sorted(CONFIGS)
+
+
+@pytest.mark.parametrize("architecture", [*NAMES[::3], *nightly(*NAMES[1::3], *NAMES[2::3])])
 def test_configs_are_trained_as_planned(architecture: str, tmp_path: Path, pool: Pool) -> None:
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, architecture)

@@ -12,6 +12,7 @@ from profiles.closed_forms.transformer import TransformerShape, transformer_prof
 from profiles.model.profile import ModelProfile
 from tests.contract.subjects import Decoder, batch_of
 from tests.engines.cases import CASES, profile_of, token_loss
+from tests.nightly import nightly
 
 FAMILIES = (
     "BART", "BERT", "Falcon", "Gemma 2", "GPT-2", "GPT-NeoX", "GPT-OSS", "Llama", "Mixtral",
@@ -19,7 +20,16 @@ FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "tp"), [*((name, 2) for name in FAMILIES), ("Llama", 4)])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("T5", 2),
+        ("Gemma 2", 2),
+        ("Llama", 4),
+        ("Mixtral", 2),
+        *nightly(*((name, 2) for name in FAMILIES if name not in ("T5", "Gemma 2", "Mixtral"))),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_known_models_are_split_as_the_engine_proves(name: str, tp: int) -> None:
     pytest.importorskip("transformers")

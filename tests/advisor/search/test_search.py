@@ -135,7 +135,7 @@ MIXTURE = profile_from_config(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     nodes=st.sampled_from((1, 2, 4)),
     local=st.sampled_from((1, 3, 16)),

@@ -59,7 +59,7 @@ def test_the_demo_decides_trains_compares_and_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_refuses_an_impossible_plan_with_the_reason_and_no_traceback(
     tmp_path: Path,
 ) -> None:

@@ -28,6 +28,7 @@ from tests.contract.watch import LiveBytes, gradients, local, optimizer_states
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 from tests.engines.data.test_parity import TOLERANCE
 from tests.engines.parity import Parity, alone, local_rows, measure, parallelize
+from tests.nightly import nightly
 from tests.workers import Pool
 
 CPU = torch.device("cpu")
@@ -146,7 +147,7 @@ def _sweep(plans: tuple[str, ...], folder: str) -> list[Parity]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [4, *nightly(2)])
 def test_ranks_with_files_train_like_one_process(pool: Pool, ranks: int, tmp_path: Path) -> None:
     for result in pool.run(_sweep, SWEEP[ranks], str(tmp_path), world_size=ranks):
         for plan, parity in zip(SWEEP[ranks], result, strict=True):

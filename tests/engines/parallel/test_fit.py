@@ -58,7 +58,7 @@ def content(folder: str | Path) -> tuple[list[str], Any, Any]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "plan",
-    [PLANS["ddp"], PLANS["pp2"], *nightly(*(PLANS[n] for n in ("zero1", "zero3", "tp2", "hsdp")))],
+    [PLANS["pp2"], *nightly(*(PLANS[n] for n in ("ddp", "zero1", "zero3", "tp2", "hsdp")))],
 )
 def test_a_training_in_three_parts_equals_one_without_a_break(
     pool: Pool, tmp_path: Path, plan: str

@@ -94,7 +94,7 @@ def test_one_process_goes_on_with_smaller_microbatches() -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("short", [1, *nightly(0)])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*[*PLANS][2:], *nightly(*[*PLANS][:2])])
 def test_all_ranks_go_on_when_one_ran_out(pool: Pool, plan: str, short: int) -> None:
     size = ROWS // Plan.parse(plan).microbatches
     fixed = f"{plan} microbatch_size={size}"

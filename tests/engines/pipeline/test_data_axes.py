@@ -24,6 +24,7 @@ from tests.engines.parity import (
     spread,
     state_error,
 )
+from tests.nightly import nightly
 from tests.workers import Pool
 
 TOLERANCE = 1e-5
@@ -46,18 +47,23 @@ ZERO3 = "pp=2 dp_shard=2 schedule=1f1b microbatches=2 stages=blocks.1"
     ("name", "text"),
     [
         ("tied-frozen-unused", f"{DDP} accumulation=2"),
-        ("gpt", "pp=2 dp_replicate=2 schedule=zbv microbatches=2 stages=blocks.0,blocks.1,norm"),
-        ("tied-frozen-unused", f"{ZERO1} accumulation=2 recompute=full"),
-        (
-            "tied-frozen-unused",
-            "pp=2 dp_replicate=2 zero=2 schedule=interleaved microbatches=2 accumulation=2"
-            " stages=blocks.0,blocks.1,norm",
-        ),
         (
             "tied-frozen-unused",
             "pp=2 dp_shard=2 schedule=zbv microbatches=2 stages=blocks.0,blocks.1,norm",
         ),
-        ("gpt", f"{ZERO3} recompute=full offload=states"),
+        *nightly(
+            (
+                "gpt",
+                "pp=2 dp_replicate=2 schedule=zbv microbatches=2 stages=blocks.0,blocks.1,norm",
+            ),
+            ("tied-frozen-unused", f"{ZERO1} accumulation=2 recompute=full"),
+            (
+                "tied-frozen-unused",
+                "pp=2 dp_replicate=2 zero=2 schedule=interleaved microbatches=2 accumulation=2"
+                " stages=blocks.0,blocks.1,norm",
+            ),
+            ("gpt", f"{ZERO3} recompute=full offload=states"),
+        ),
     ],
 )
 def test_a_pipeline_with_data_axes_trains_like_one_process(
@@ -83,9 +89,8 @@ def test_a_pipeline_of_shard_groups_and_replicas_of_them(eight: Pool) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "dp_replicate=2 tp=2",
         "dp_shard=2 tp=2 recompute=full",
-        "pp=2 tp=2 schedule=1f1b microbatches=2 stages=blocks.1",
+        *nightly("dp_replicate=2 tp=2", "pp=2 tp=2 schedule=1f1b microbatches=2 stages=blocks.1"),
     ],
 )
 def test_split_layers_in_replicas_shards_and_stages_train_like_one_process(
@@ -127,7 +132,7 @@ def clipped(text: str) -> tuple[float, float, float]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("text", [DDP, ZERO3, f"dp_shard=2 tp=2 {STYLES}"])
+@pytest.mark.parametrize("text", [f"dp_shard=2 tp=2 {STYLES}", *nightly(DDP, ZERO3)])
 def test_the_gradient_norm_counts_every_element_once(pool: Pool, text: str) -> None:
     for errors in pool.run(clipped, text, world_size=4):
         assert max(errors) < TOLERANCE
@@ -169,7 +174,7 @@ def _low_precision(model: nn.Module, case: Case, plan: Plan) -> torch.Tensor:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("text", [DDP, ZERO3, ZERO1])
+@pytest.mark.parametrize("text", [ZERO3, *nightly(DDP, ZERO1)])
 def test_bf16_in_a_pipeline_is_bf16_on_one_process(pool: Pool, text: str) -> None:
     for loss, gradient, noise in pool.run(in_bf16, text, world_size=4):
         # Microbatches are summed in fp32, in one process a matmul sums them: bf16 has 8 bits.
@@ -207,7 +212,8 @@ def _after_three_steps() -> dict[str, torch.Tensor]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("before", "after"), [(ZERO1, "dp_replicate=2"), ("dp_replicate=2", ZERO1), (ZERO3, DDP)]
+    ("before", "after"),
+    [(ZERO3, DDP), *nightly((ZERO1, "dp_replicate=2"), ("dp_replicate=2", ZERO1))],
 )
 def test_a_saved_hybrid_resumes_under_another_plan(
     pool: Pool, tmp_path: Path, before: str, after: str
@@ -217,7 +223,7 @@ def test_a_saved_hybrid_resumes_under_another_plan(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("before", "after"), [(THREE_AXES, "dp_replicate=2"), ("dp_replicate=2", THREE_AXES)]
+    ("before", "after"), [(THREE_AXES, "dp_replicate=2"), *nightly(("dp_replicate=2", THREE_AXES))]
 )
 def test_a_hybrid_of_three_axes_resumes_under_another_plan(
     eight: Pool, tmp_path: Path, before: str, after: str
@@ -301,7 +307,7 @@ def classic_loop(text: str) -> tuple[float, float]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("text", ["tp=2", "dp_replicate=2 tp=2", "dp_shard=2 tp=2"])
+@pytest.mark.parametrize("text", ["dp_shard=2 tp=2", *nightly("tp=2", "dp_replicate=2 tp=2")])
 def test_partial_gradients_are_summed_in_a_classic_loop(pool: Pool, text: str) -> None:
     for errors in pool.run(classic_loop, text, world_size=Plan.parse(text).world_size):
         assert max(errors) < TOLERANCE

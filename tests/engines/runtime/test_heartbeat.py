@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.nightly import nightly
+
 JOB = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
@@ -73,7 +75,7 @@ def answers(mode: str, ranks: int = 3) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mode", ["collective", "store"])
+@pytest.mark.parametrize("mode", ["collective", *nightly("store")])
 def test_a_stopped_rank_is_named_on_all_others(mode: str) -> None:
     texts = answers(mode)
     assert all("rank 1 shows no sign of life: it is stopped" in text for text in texts), texts

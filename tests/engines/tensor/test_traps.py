@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from tests.engines.tensor.ranks import parity
+from tests.nightly import nightly
 from tests.workers import Pool
 
 pytest.importorskip("transformers")
@@ -30,7 +31,7 @@ BY_TOKENS = {"Llama": 2, "GPT-2": 4, "BERT": 2, "Qwen 3": 2}
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", BY_TOKENS)
+@pytest.mark.parametrize("name", [*[*BY_TOKENS][::2], *nightly(*[*BY_TOKENS][1::2])])
 def test_norms_and_residuals_may_be_split_by_tokens(pool: Pool, name: str) -> None:
     for result in pool.run(partial(parity, by_tokens=True), name, world_size=BY_TOKENS[name]):
         assert result.by_tokens == 1
@@ -39,7 +40,7 @@ def test_norms_and_residuals_may_be_split_by_tokens(pool: Pool, name: str) -> No
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", TRAPS)
+@pytest.mark.parametrize("name", [*[*TRAPS][::2], *nightly(*[*TRAPS][1::2])])
 def test_loss_and_gradients_are_those_of_the_whole_model(pool: Pool, name: str) -> None:
     size = TRAPS[name]
     for result in pool.run(parity, name, world_size=size):

@@ -17,6 +17,7 @@ from tests.engines.optional.async_updates.ranks import patience
 from tests.engines.optional.async_updates.test_servers import QUADRATIC, _targets, plain
 from tests.engines.optional.async_updates.wire import die
 from tests.engines.parity import local_rows, spread
+from tests.nightly import nightly
 from tests.workers import Pool
 
 Told = tuple[int, str, tuple[int, ...], int]
@@ -79,8 +80,8 @@ def test_a_step_that_needs_a_dead_worker_names_it(pool: Pool) -> None:
     "plan",
     [
         "dp_replicate=2 servers=2",
-        "dp_replicate=2 servers=2 updates=asynchronous",
         "dp_replicate=1 servers=2 backup_workers=1",
+        *nightly("dp_replicate=2 servers=2 updates=asynchronous"),
     ],
 )
 def test_workers_name_a_dead_server(pool: Pool, plan: str) -> None:

@@ -12,6 +12,7 @@ from engines.plan import Plan
 from profiles.errors import FileError, ModelError
 from tests.engines.cases import CASES
 from tests.engines.parity import alone, local_rows, parallelize, relative
+from tests.nightly import nightly
 from tests.workers import Pool
 
 
@@ -37,10 +38,9 @@ def _load(plan: str, folder: str) -> tuple[dict[str, Tensor], float]:
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("dp_replicate=2", "dp_shard=4"),
         ("dp_shard=4", "dp_replicate=2 zero=1"),
         ("dp_replicate=2 dp_shard=2", "dp_replicate=1"),
-        ("dp_replicate=1", "dp_replicate=2 zero=2"),
+        *nightly(("dp_replicate=2", "dp_shard=4"), ("dp_replicate=1", "dp_replicate=2 zero=2")),
     ],
 )
 def test_a_checkpoint_of_one_plan_loads_under_another(
@@ -104,7 +104,7 @@ def _first_steps(plan: str, how: str, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+@pytest.mark.parametrize("plan", ["dp_shard=2", *nightly("dp_replicate=2")])
 def test_saving_before_the_first_step_counts_no_step(pool: Pool, tmp_path: Path, plan: str) -> None:
     folder = str(tmp_path / "checkpoint")
     undisturbed = pool.run(_first_steps, plan, "undisturbed", folder, world_size=2)[0]
