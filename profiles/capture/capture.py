@@ -219,6 +219,9 @@ def _unit_profiles(
     for name in names:
         parameters = subject.parameters_of(name)
         trainable = [p for p in parameters if p.requires_grad]
+        dtypes, trained = (
+            tuple(sorted({dtype_name(p) for p in some})) for some in (parameters, trainable)
+        )
         unit = units.get(name)
         profile = UnitProfile(
             name=name,
@@ -229,8 +232,8 @@ def _unit_profiles(
             parameter_bytes=sum(p.nbytes for p in parameters),
             gradient_bytes=sum(p.nbytes for p in trainable),
             buffer_bytes=subject.buffer_bytes_of(name),
-            dtypes=tuple(sorted({dtype_name(p) for p in parameters})),
-            trained_dtypes=tuple(sorted({dtype_name(p) for p in trainable})),
+            dtypes=dtypes,
+            trained_dtypes=trained if trained != dtypes else (),
             shapes=tuple(_shapes(trainable)),
             experts=_experts(unit.module) if unit else (),
             is_shared=name in shared,

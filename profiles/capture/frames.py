@@ -23,17 +23,20 @@ def model_line(error: BaseException | None = None) -> str:
     """file:line of the model's code in the traceback of `error` or, without one, in the calls that
     are going on: the user's innermost, else a library's module's; empty if there is none."""
     trace = traceback.walk_tb(error.__traceback__) if error is not None else None
-    frames = list(trace or reversed(list(traceback.walk_stack(sys._getframe()))))
+    # From the caller's: with its own frame the list would be a cycle, in which tensors live on.
+    frames = list(trace or reversed(list(traceback.walk_stack(sys._getframe(1)))))
     callers = [n for n, (frame, _) in enumerate(frames) if frame.f_code.co_filename == _CALLER]
     frames = frames[callers[-1] if callers else 0 :]
     code = [(f, line) for f, line in frames if _is_model(f.f_code.co_filename)]
-    users = [(f, line) for f, line in code if _is_user(f.f_code.co_filename)]
-    modules = [(f, n) for f, n in code if hasattr(type(f.f_locals.get("self")), "forward")]
-    for candidates in (users, modules, code):
-        if candidates:
-            frame, line = candidates[-1]
-            return f"{shown_path(frame.f_code.co_filename)}:{line}"
-    return ""
+    chosen = [(f, line) for f, line in code if _is_user(f.f_code.co_filename)]
+    if not chosen:
+        # Last: before Python 3.13 to read the locals of a frame keeps them alive until it ends.
+        modules = [(f, n) for f, n in code if hasattr(type(f.f_locals.get("self")), "forward")]
+        chosen = modules or code
+    if not chosen:
+        return ""
+    frame, line = chosen[-1]
+    return f"{shown_path(frame.f_code.co_filename)}:{line}"
 
 
 def summary(error: BaseException) -> str:

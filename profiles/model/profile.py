@@ -118,8 +118,8 @@ class UnitProfile(Record):
             unit that holds it.
         parameter_bytes: of those parameters as built.
         gradient_bytes: of the trainable ones, as built.
-        dtypes: the parameters' dtypes, sorted; trained_dtypes: of those that are trained, empty
-            where that is not known.
+        dtypes: the parameters' dtypes, sorted.
+        trained_dtypes: of those that are trained; empty where they are the same, or none.
         shapes: of the trainable parameters, equal ones together; empty where they are not known.
         experts: how many a module in it holds as weights with a dimension of their own; ascending.
         is_shared: a parameter of the unit is tied to, or used by code of, another place; the unit

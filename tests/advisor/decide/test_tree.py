@@ -160,11 +160,16 @@ def test_a_link_is_named_with_its_own_number() -> None:
 
 
 def test_a_model_that_cannot_be_sharded_gets_the_reason() -> None:
-    sparse = MIDDLE.model_copy(update={"sparse_gradients": ("embed.weight",)})
-    whole = facts(sparse, gpus(1, 8, memory_gib=200), batch=8)
+    """A block that learns in two dtypes, computed in bf16: FSDP2 casts a group in one."""
+    two = {"dtypes": ("float32", "float64")}
+    units = [u.model_copy(update=two) if u.is_block else u for u in MIDDLE.units]
+    mixed = MIDDLE.model_copy(update={"units": tuple(units)})
+    whole = facts(mixed, gpus(1, 8, memory_gib=200), batch=8)
     _, because = walk._links_in_node(walk._Situation(CostModel(whole), Policy()))
+    name = next(u.name for u in MIDDLE.units if u.is_block)
     assert because == (
-        "ZeRO-3 is not possible here: `embed.weight` has sparse gradients, which cannot be sharded"
+        f"ZeRO-3 is not possible here: `{name}` holds trained parameters of float32 and float64;"
+        " precision=bf16 computes a sharded group in one dtype"
     )
 
 
