@@ -12,6 +12,7 @@ from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.plans import PLANS
 from tests.matrix.results import ALLOWED, RESULTS, Outcome, Results
 from tests.matrix.run import RANKS, cells_of, start_ranks
+from tests.nightly import half
 from tests.workers import Pool
 
 
@@ -40,7 +41,7 @@ def ranks() -> Iterator[Pool]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("row", tenth())
+@pytest.mark.parametrize("row", half(tenth()))
 def test_a_model_trains_like_one_process_or_is_refused(ranks: Pool, row: str) -> None:
     before = Results.load(RESULTS).by_place()
     for cell in cells_of(row, tenth()[row], ranks):

@@ -16,7 +16,7 @@ from profiles.errors import InputError
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import gradient_error, local_rows, reference_loss, relative, state_error
 from tests.engines.value_paths import CASES
-from tests.nightly import nightly
+from tests.nightly import half, nightly
 from tests.workers import Pool
 
 DATA = ("dp_replicate=2", "dp_shard=2")
@@ -82,7 +82,7 @@ SPLIT = [name for name in CASES if name not in OTHER_DRAWS]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", half(CASES))
 def test_replicas_and_shards_train_as_one_process_does(pool: Pool, name: str) -> None:
     for plan in DATA[: 1 if name in NEVER_SHARDED else None]:
         for difference in pool.run(_difference, name, plan, world_size=2):

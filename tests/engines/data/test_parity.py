@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.engines.parity import Parity, measure
-from tests.nightly import nightly
+from tests.nightly import half, nightly
 from tests.workers import Pool
 
 TOLERANCE = 1e-5
@@ -34,8 +36,7 @@ MODELS = ("gpt", "tied-frozen-unused", "resnet-group-norm")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "plan"), half(product(MODELS, PLANS)))
 def test_plan_trains_like_one_process(pool: Pool, model: str, plan: str) -> None:
     _check(pool, model, plan)
 
@@ -59,7 +60,9 @@ def test_synchronised_batch_norm_equals_one_process(pool: Pool, plan: str) -> No
 
 @pytest.mark.dist
 @pytest.mark.parametrize("model", ["lstm", "loss-inside"])
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_replicate=2 zero=1", "dp_shard=2"])
+@pytest.mark.parametrize(
+    "plan", ["dp_shard=2", *nightly("dp_replicate=2", "dp_replicate=2 zero=1")]
+)
 def test_models_without_blocks_or_with_the_loss_inside(pool: Pool, model: str, plan: str) -> None:
     _check(pool, model, plan)
 

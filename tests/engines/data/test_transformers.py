@@ -16,6 +16,7 @@ from profiles.capture.batch_rows import batch_size
 from profiles.capture.capture import capture
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import local_rows
+from tests.nightly import half
 from tests.workers import Pool
 
 pytest.importorskip("transformers")
@@ -51,14 +52,14 @@ def difference(name: str, plan: str, *, ranks: int = 2) -> float:
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral"])
+@pytest.mark.parametrize("name", half(["t5", "gpt2", "llama", "mixtral"], of=4))
 def test_blocks_that_would_fill_a_cache_twice_are_recomputed(name: str, recompute: str) -> None:
     """A forward of transformers makes a key/value cache, unless it is told not to."""
     assert difference(name, f"recompute={recompute}", ranks=1) < 1e-5
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 recompute=full"])
+@pytest.mark.parametrize("plan", half(["dp_shard=2 recompute=full", "dp_replicate=2"]))
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mixtral", "vit"])
 def test_an_unmodified_model_trains_like_one_process(pool: Pool, name: str, plan: str) -> None:
     # A rank's mean is over its own tokens; here all have as many, so the means agree.
@@ -96,7 +97,7 @@ def cached_split(name: str) -> tuple[float, float, bool]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "T5"])
+@pytest.mark.parametrize("name", half(["T5", "Mistral", "Gemma 2"], of=3))
 def test_a_model_that_fills_its_cache_is_split_and_trains_like_one_process(
     pool: Pool, name: str
 ) -> None:

@@ -20,6 +20,7 @@ from tests.engines.parity import (
     relative,
     state_error,
 )
+from tests.nightly import half
 from tests.workers import Pool
 
 TIED = "pp=2 schedule=1f1b microbatches=2 stages=blocks.1"
@@ -142,7 +143,7 @@ def resumed(name: str, folder: str, before: str, after: str) -> float:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["tied-frozen-unused", "gpt"])
+@pytest.mark.parametrize("name", half(["tied-frozen-unused", "gpt"]))
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -24,6 +24,7 @@ from tests.engines.parity import (
     relative,
     state_error,
 )
+from tests.nightly import half
 from tests.workers import Pool
 
 
@@ -98,7 +99,7 @@ def _steps(case: Any, model: nn.Module, optimizer: torch.optim.Optimizer, steps:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", KINDS)
+@pytest.mark.parametrize("plan", half(KINDS))
 def test_an_optimizer_that_was_already_built_is_carried_over(pool: Pool, plan: str) -> None:
     for same, error, rates in pool.run(_carry_over, plan, world_size=2):
         assert same
@@ -147,7 +148,7 @@ ADAMS = {
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ADAMS)
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+@pytest.mark.parametrize("plan", half(["dp_shard=2", "dp_replicate=2"]))
 def test_every_implementation_of_adam_resumes_from_its_states(
     pool: Pool, plan: str, kind: str
 ) -> None:

@@ -11,6 +11,7 @@ from profiles.closed_forms.families import profile_from_config
 from profiles.closed_forms.families.known_fields import FIELDS, OWN_NAMES
 from profiles.closed_forms.families.registry import FAMILIES
 from profiles.model.profile import ModelProfile, Numerics
+from tests.nightly import half
 from tests.profiles.capture.equal_profiles import assert_equal
 from tests.profiles.closed_forms.family_configs import (
     CONFIGS,
@@ -62,7 +63,7 @@ def captured(config: Config, samples: int, numerics: tuple[Numerics, ...]) -> Mo
     return capture(model.train(), batch, numerics=numerics, name="model")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", half(CONFIGS))
 def test_a_config_gives_what_capture_of_its_model_gives(name: str) -> None:
     config = CONFIGS[name]
     numerics = tuple(Numerics) if name in ONE_OF_EACH else (Numerics.AS_BUILT,)
