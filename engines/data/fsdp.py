@@ -19,8 +19,7 @@ parameters without dimensions (CLIP's scale of logits) or elements (register tok
 has none), those that the forward itself changes
 (writes to a gathered copy are lost), those with hooks for their gradients (a gathered copy has
 none), those of TorchScript, whose modules take no hooks, and trained ones of another dtype than
-most of their group, whose gradients are one message, if no module holds them alone. Gradients of
-embeddings are dense.
+most of their group, whose gradients are one message. Gradients of embeddings are dense.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 from engines.data.replicas import local_part
 from engines.plan import DataParallel, OffloadTo, Plan
@@ -98,22 +96,20 @@ def shard(
         output_dtype: torch.dtype | None = None,
     ) -> None:
         allocate(chain(module.parameters(), module.buffers()))
-        parts, _ = _of_other_dtypes(module, ignored)
-        for part in (*parts, module):
-            part.register_forward_hook(_own_storage)
-            with _refused(name):
-                sharded = fully_shard(
-                    part,
-                    mesh=mesh,
-                    reshard_after_forward=not keeps,
-                    mp_policy=_precision(mixed, output_dtype=output_dtype),
-                    offload_policy=_offload(plan, mesh),
-                    ignored_params=ignored,
-                )
-            if name in profile.flow.changing_others:
-                reduce_at_end(sharded)
-            if offload is not None:
-                offload(sharded)
+        module.register_forward_hook(_own_storage)
+        with _refused(name):
+            sharded = fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=not keeps,
+                mp_policy=_precision(mixed, output_dtype=output_dtype),
+                offload_policy=_offload(plan, mesh),
+                ignored_params=ignored,
+            )
+        if name in profile.flow.changing_others:
+            reduce_at_end(sharded)
+        if offload is not None:
+            offload(sharded)
 
     for unit in profile.shard_units():
         module = model.get_submodule(unit.name)
@@ -132,47 +128,24 @@ def _uncut(model: nn.Module, profile: ModelProfile) -> set[nn.Parameter]:
     """Parameters that stay whole on every rank."""
     uncut = {*_empty(model), *map(model.get_parameter, profile.flow.written), *_scripted(model)}
     uncut |= {p for p in model.parameters() if has_gradient_hooks(p)}
-    seen = set(uncut)
-    for group in (*(unit.name for unit in profile.shard_units() if unit.name), ""):
-        module = model.get_submodule(group)
-        uncut |= _of_other_dtypes(module, seen)[1]
-        seen.update(module.parameters())
+    left = set(model.parameters()) - uncut
+    for unit in (*(unit.name for unit in profile.shard_units() if unit.name), ""):
+        group = left & set(model.get_submodule(unit).parameters())
+        left -= group
+        uncut |= _of_other_dtypes(group)
     return uncut
 
 
-def _of_other_dtypes(
-    module: nn.Module, ignored: Container[nn.Parameter]
-) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    """The largest parts of `module` that learn in another dtype than most of it, which are groups
-    of their own: FSDP2 reduces the gradients of a group in one. What is frozen is gathered with the
-    rest, whatever its dtype. And parameters of other dtypes that no such part holds.
-    """
-    learning = [
-        p
-        for p in module.parameters()
-        if p.requires_grad and p not in ignored and not isinstance(p, DTensor)
-    ]
+def _of_other_dtypes(group: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """Those of `group` that learn in another dtype than most of it. What is frozen is gathered with
+    the rest, whatever its dtype."""
+    learning = [p for p in group if p.requires_grad]
     elements: Counter[torch.dtype] = Counter()
     for parameter in learning:
         elements[parameter.dtype] += parameter.numel()
-    if len(elements) < 2:
-        return [], set()
-    most, uses = elements.most_common(1)[0][0], _uses(module)
-    parts: dict[str, nn.Module] = {}
-    for path, part in module.named_modules():
-        dtypes = {p.dtype for p in part.parameters() if p in set(learning)}
-        is_inside = any(path.startswith(f"{outer}.") for outer in parts)
-        is_closed = all(count == uses[p] for p, count in _uses(part).items())
-        if len(dtypes) == 1 and most not in dtypes and is_closed and not is_inside:
-            parts[path] = part
-    separate = {p for part in parts.values() for p in part.parameters()}
-    left = {p for p in learning if p.dtype is not most and p not in separate}
-    return list(parts.values()), left
-
-
-def _uses(module: nn.Module) -> Counter[nn.Parameter]:
-    """The places where each parameter is registered."""
-    return Counter(p for _, p in module.named_parameters(remove_duplicate=False))
+    # Of equal ones the same on every rank, whatever the order of a set.
+    most = max(elements, key=lambda dtype: (elements[dtype], str(dtype)), default=None)
+    return {p for p in learning if p.dtype is not most}
 
 
 def shard_experts(
@@ -207,8 +180,9 @@ def _require_cast(model: nn.Module, uncut: Collection[nn.Parameter]) -> None:
     for name, parameter in model.named_parameters():
         if parameter in uncut and parameter.dim() and parameter.numel():
             raise PlanError(
-                f"`{name}` cannot be sharded (the forward changes it, its gradient has hooks, or it"
-                " is of TorchScript), and its unit is computed in bf16",
+                f"`{name}` cannot be sharded (the forward changes it, its gradient has hooks, it is"
+                " of TorchScript, or it learns in another dtype than most of its unit), and its"
+                " unit is computed in bf16",
                 hints=["set precision=fp32, or replicate it: dp_replicate without zero"],
             )
 

@@ -124,7 +124,7 @@ def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
 def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """FSDP2 computes a group in one dtype where it casts parameters: what stays whole is not cast.
 
-    Otherwise parts that learn in another dtype are groups of their own.
+    Otherwise what learns in another dtype than most of its group stays whole.
     """
     if not plan.data_parallel.is_sharded or numerics(plan, model) is Numerics.AS_BUILT:
         return

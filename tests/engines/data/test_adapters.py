@@ -50,6 +50,25 @@ class MixedNorms(TinyGPT):
                 module.register_forward_hook(lambda module, args, output: output.float())
 
 
+class Read(TinyGPT):
+    """Blocks read parameters in fp64 that no module of their own computes with: of a list, and a
+    layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            width = block.qkv.in_features
+            block.shifts = nn.ParameterList([nn.Parameter(torch.ones(width, dtype=torch.float64))])
+            block.lent = nn.Linear(width, 1, bias=False, dtype=torch.float64)
+            block.register_forward_hook(_shifted)
+
+
+def _shifted(block: nn.Module, args: object, output: Tensor) -> Tensor:
+    shift = block.shifts[0] * block.lent.weight[0]  # type: ignore[index, union-attr]
+    shifted: Tensor = output + shift.float()
+    return shifted
+
+
 def tokens(rows: int) -> tuple[Tensor, Tensor]:
     ids = torch.randint(0, 61, (rows, 13), generator=torch.Generator().manual_seed(rows))
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -63,6 +82,7 @@ def in_fp32(logits: Tensor, target: Tensor) -> Tensor:
 CASES = {
     "adapters in fp64": Case(lambda: adapted(torch.float32, torch.float64), tokens, token_loss),
     "norms in fp64": Case(MixedNorms, tokens, token_loss),
+    "read in fp64": Case(Read, tokens, token_loss),
     "base in bf16": Case(lambda: adapted(torch.bfloat16, torch.float32), tokens, in_fp32),
 }
 
@@ -89,6 +109,7 @@ PLANS = [
     ("adapters in fp64", "dp_shard=2"),
     ("adapters in fp64", "dp_replicate=2 zero=1 accumulation=2"),
     ("norms in fp64", "dp_shard=2"),
+    ("read in fp64", "dp_shard=2"),
     *nightly(
         ("adapters in fp64", "dp_replicate=2"),
         ("adapters in fp64", "dp_replicate=2 zero=2"),
