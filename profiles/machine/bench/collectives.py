@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -33,12 +33,28 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 # After a barrier the ranks wake up to a scheduler's tick apart, milliseconds where they share
 # cores. Calls in a row, as many as make this or this many, make that small beside them.
 IN_A_ROW_S, MOST_IN_A_ROW = 0.02, 16
+# A link's rate is seen in messages that follow each other for this long.
+IN_A_STREAM_S, MOST_STREAMED = 1.0, 256
 # A step computes between its collectives. On processors that costs them: threads that send find
 # their core taken, and ranks come at different times. Some milliseconds, as between layers.
 COMPUTED_EDGE = 512
 
 Tell = Callable[[str], None]
 """Called with what is being timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisTimes:
+    """Lines of an axis, and its rate when all groups send at once.
+
+    Attributes:
+        fits: latency and bus bandwidth of one group, with computation between the calls.
+        streamed_bytes_per_s: bus bandwidth of one group in all-reduces that follow each other,
+            until the last group has ended; infinite where that was not asked for.
+    """
+
+    fits: dict[Collective, LinkFit]
+    streamed_bytes_per_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +89,16 @@ class Talk:
         )
 
 
-def axis_fits(
-    job: Job, axes: Sequence[BenchAxis], *, budget_s: float, largest_bytes: int, tell: Tell
-) -> Mapping[BenchAxis, dict[Collective, LinkFit]]:
-    """Time every collective on every axis, and fit each.
+def axis_times(
+    job: Job,
+    axes: Sequence[BenchAxis],
+    *,
+    streamed: Collection[BenchAxis] = (),
+    budget_s: float,
+    largest_bytes: int,
+    tell: Tell,
+) -> Mapping[BenchAxis, AxisTimes]:
+    """Time every collective on every axis, and fit each; on some also messages in a stream.
 
     Rounds interleave axes, sizes and collectives, so that a disturbance of a second touches one
     sample of many. The first round climbs from size to size; an axis stops before one that would
@@ -108,7 +130,13 @@ def axis_fits(
                     for kind in TIMED:
                         messages.time_once(kind, talk, count)
             used_s = spent_s()
-        return {talk.axis: talk.fits() for talk in talks}
+        times = {talk.axis: AxisTimes(talk.fits()) for talk in talks}
+        for talk in talks:
+            if talk.axis in streamed:
+                tell(f"{talk.axis}, a stream")
+                rate = messages.streamed_bytes_per_s(talk)
+                times[talk.axis] = replace(times[talk.axis], streamed_bytes_per_s=rate)
+        return times
 
 
 def _climb(
@@ -175,7 +203,7 @@ class _Messages:
         last_s = next((times[-1] for times in reversed(talk.seconds[kind].values())), 0.0)
         if count in talk.seconds[kind]:
             last_s = talk.seconds[kind][count][-1]
-        repeats = max(1, min(MOST_IN_A_ROW, ceil(IN_A_ROW_S / max(last_s, 1e-6))))
+        repeats = max(1, min(MOST_IN_A_ROW, math.ceil(IN_A_ROW_S / max(last_s, 1e-6))))
         computed_s = 0.0
         self._job.barrier()
         begin = time.perf_counter()
@@ -187,6 +215,27 @@ class _Messages:
         # All end together; who computed longer waited less.
         longest_s, shortest_s = self._job.slowest([own_s, -own_s])
         talk.seconds[kind].setdefault(count, []).append((longest_s - shortest_s) / 2)
+
+    def streamed_bytes_per_s(self, talk: Talk) -> float:
+        """Bus bandwidth of this rank's group in its largest all-reduces, several on their way.
+
+        Groups that compute between their calls take turns on the link they share: each gets all of
+        it while the others compute, and their sum is more than the link carries. On processors the
+        time of a message varies by more than a fast link needs for its bytes.
+        """
+        count = talk.sizes()[-1]
+        message = self._sent[: count // 4]
+        one_s = statistics.median(talk.seconds[Collective.ALL_REDUCE][count])
+        repeats = min(MOST_STREAMED, math.ceil(IN_A_STREAM_S / one_s))
+        self._job.barrier()
+        begin = time.perf_counter()
+        works = [dist.all_reduce(message, group=talk.group, async_op=True) for _ in range(repeats)]
+        for work in works:
+            if work is not None:
+                work.wait()
+        wait_for(self._job.device)
+        took_s = self._job.slowest([time.perf_counter() - begin])[0]
+        return Collective.ALL_REDUCE.bus_factor(talk.axis.size) * count * repeats / took_s
 
     def _compute(self) -> float:
         """Compute on a processor, as a step does between its collectives; the seconds of it."""

@@ -5,37 +5,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from profiles.machine.bench.axes import BenchAxis
-from profiles.machine.bench.device import measured
-from profiles.machine.cluster import Collective, Link, LinkFit
+from profiles.machine.bench.collectives import AxisTimes
+from profiles.machine.bench.device import measured, rounded
+from profiles.machine.cluster import Collective, Link
 
-Fits = Mapping[Collective, LinkFit]
+Times = Mapping[BenchAxis, AxisTimes]
 # What a ring sends at the link's rate; all-to-alls and sends have patterns of their own.
 RINGS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 
 
-def node_link(known: Link | None, fits: Mapping[BenchAxis, Fits], *, devices_per_node: int) -> Link:
+def node_link(known: Link | None, times: Times, *, devices_per_node: int) -> Link:
     """Link between the devices of a node, from groups of all of them."""
-    return _link(known, fits[BenchAxis(devices_per_node, 1)], "links in the node", groups=1)
+    return _link(known, times[BenchAxis(devices_per_node, 1)], "links in the node", groups=1)
 
 
 def network_link(
-    known: Link | None, fits: Mapping[BenchAxis, Fits], *, num_nodes: int, devices_per_node: int
+    known: Link | None, times: Times, *, num_nodes: int, devices_per_node: int
 ) -> Link:
     """Link between nodes, from groups of one rank of each: they shared a node's cards."""
     axis = BenchAxis(num_nodes, devices_per_node)
-    return _link(known, fits[axis], "links between nodes", groups=devices_per_node)
+    return _link(known, times[axis], "links between nodes", groups=devices_per_node)
 
 
-def _link(known: Link | None, fits: Fits, name: str, *, groups: int) -> Link:
+def _link(known: Link | None, times: AxisTimes, name: str, *, groups: int) -> Link:
     """Link at the rate of the fastest ring collective, with a range that covers the slower ones.
 
     The link carries that much; that others get less is the library's doing. Gloo (torch 2.13) makes
     of a reduce-scatter an all-reduce of which each rank keeps a part, so it reaches half; and two
     ranks that send each other large messages at once, as in a gather, may wait for one another.
+    No fit is faster than a stream of messages was: what looks so is the noise of short ones, or
+    groups that took turns.
     """
+    streamed = rounded(times.streamed_bytes_per_s)
     scaled = {
-        kind: fit.model_copy(update={"busbw_bytes_per_s": fit.busbw_bytes_per_s * groups})
-        for kind, fit in fits.items()
+        kind: fit.model_copy(
+            update={"busbw_bytes_per_s": groups * min(fit.busbw_bytes_per_s, streamed)}
+        )
+        for kind, fit in times.fits.items()
     }
     rings = [scaled[kind] for kind in RINGS]
     rates = [fit.busbw_bytes_per_s for fit in rings]

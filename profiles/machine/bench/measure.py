@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from profiles.errors import InputError
-from profiles.machine.bench.axes import mesh_axes
-from profiles.machine.bench.collectives import CPU_LARGEST_BYTES, GPU_LARGEST_BYTES, Tell, axis_fits
+from profiles.machine.bench.axes import mesh_axes, tier_axes
+from profiles.machine.bench.collectives import (
+    CPU_LARGEST_BYTES,
+    GPU_LARGEST_BYTES,
+    Tell,
+    axis_times,
+)
 from profiles.machine.bench.contention import contention
 from profiles.machine.bench.device import timed_device
 from profiles.machine.bench.job import joined, require_group
@@ -63,9 +68,10 @@ def bench(
         overlap = contention(job, budget_s=budget_s * CONTENTION_SHARE)
         if max_bytes is None:
             max_bytes = GPU_LARGEST_BYTES if job.device.type == "cuda" else CPU_LARGEST_BYTES
-        fits = axis_fits(
+        times = axis_times(
             job,
             mesh_axes(num_nodes=nodes, devices_per_node=per_node),
+            streamed=tier_axes(num_nodes=nodes, devices_per_node=per_node),
             budget_s=budget_s - job.elapsed_s(),
             largest_bytes=max_bytes,
             tell=tell,
@@ -74,15 +80,15 @@ def bench(
             "device": device,
             "overlap": overlap,
             "axes": tuple(
-                AxisFits(group_size=axis.size, stride=axis.stride, fits=dict(axis_fits))
-                for axis, axis_fits in sorted(fits.items())
+                AxisFits(group_size=axis.size, stride=axis.stride, fits=timed.fits)
+                for axis, timed in sorted(times.items(), key=lambda item: item[0])
             ),
         }
         if per_node > 1:
-            update["intra"] = node_link(cluster.intra, fits, devices_per_node=per_node)
+            update["intra"] = node_link(cluster.intra, times, devices_per_node=per_node)
         if nodes > 1:
             update["inter"] = network_link(
-                cluster.inter, fits, num_nodes=nodes, devices_per_node=per_node
+                cluster.inter, times, num_nodes=nodes, devices_per_node=per_node
             )
-        timed = cluster.model_copy(update=update)
-        return ClusterProfile.from_json(job.of_rank(0, timed.to_json()), where="rank 0")
+        benched = cluster.model_copy(update=update)
+        return ClusterProfile.from_json(job.of_rank(0, benched.to_json()), where="rank 0")

@@ -100,6 +100,7 @@ class TestStartUp:
         )
         assert run.stdout == "[]\n"
 
+    @pytest.mark.timed
     def test_help_answers_at_once(self) -> None:
         code = (
             "import time; start = time.process_time()\n"

@@ -238,6 +238,7 @@ def test_slower_links_never_make_a_pipeline_faster() -> None:
         assert steps == sorted(steps)
 
 
+@pytest.mark.timed
 def test_an_estimate_of_126_blocks_takes_milliseconds() -> None:
     """A search makes tens of thousands. 0.3, 1.3 and 2.1 ms on a core of 2.1 GHz; the limits are
     several times that, for busy machines."""

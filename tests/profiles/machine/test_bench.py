@@ -259,12 +259,15 @@ def test_the_tiers_are_those_of_their_axes(ran: Path) -> None:
     assert cluster.intra is not None
     assert cluster.inter is not None
     rings = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-    # A node's cards were shared by the two groups that went through them.
+    # A node's cards were shared by the two groups that went through them; no fit is above what
+    # the stream of messages reached.
     for link, stride, groups in ((cluster.intra, 1, 1), (cluster.inter, 2, 2)):
         for kind, result in link.fits.items():
             measured = cluster.measured(kind, 2, stride)
             assert measured is not None
-            assert result.busbw_bytes_per_s == pytest.approx(groups * measured.busbw_bytes_per_s)
+            own = groups * measured.busbw_bytes_per_s
+            highest = max(fit_.busbw_bytes_per_s for fit_ in link.fits.values())
+            assert result.busbw_bytes_per_s == pytest.approx(min(own, highest), rel=1e-3)
         rates = [link.fits[kind].busbw_bytes_per_s for kind in rings]
         bandwidth = link.bandwidth_bytes_per_s
         assert bandwidth.source is Source.MEASURED
