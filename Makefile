@@ -5,6 +5,7 @@
 # make scorecard  published runs predicted, with and without their publisher; into the README
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
 # make soak    trainings killed at random times, and saves at every file event (SOAK="--quick")
+# make regret  every legal plan of 24 cases timed, and our choice among them (REGRET="--quick")
 # make fuzz    100,000 hostile files for every reader, an hour or two (FUZZ="--cases 1000 --reader plan")
 # make mutants 200 places of the library changed one by one: hours (MUTANTS="--count 20 --seed 1")
 # make fuzz-modules  2,000 random modules under plans, each against one process (FUZZ="--seed 9")
@@ -23,8 +24,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix zoo scorecard scorecard-nested soak fuzz fuzz-modules mutants nightly \
-    timed check format clean
+.PHONY: help demo test matrix zoo scorecard scorecard-nested soak regret fuzz fuzz-modules mutants \
+    nightly timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -64,6 +65,10 @@ scorecard-nested: $(STAMP)
 
 soak: $(STAMP)
 	@$(BIN)/python -m tests.soak $(SOAK)
+
+regret: $(STAMP)
+	@echo "== regret: under two hours on cores that do nothing else; a stopped run goes on"
+	@$(BIN)/python -m tests.regret $(REGRET)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz $(FUZZ)

@@ -262,16 +262,28 @@ class CostContext:
             shard_degree(plan),
         )
         if key not in self._updates:
+            if by_name and plan.tp * plan.ep > 1:
+                whole = self.facts.model.units
+                optimizer = optimizer.of_parts(
+                    {
+                        unit.name: (float(part.gradient_bytes), float(unit.gradient_bytes))
+                        for unit, part in zip(whole, self._local(plan), strict=True)
+                    }
+                )
             counted = upkeep(optimizer, [*own, *copies], shards=shard_degree(plan))
             self._updates[key] = anchored.update(counted, self.facts.cluster)
         return self._updates[key]
 
     def _held(self, plan: Plan) -> tuple[UnitProfile, ...]:
-        """Every unit with one tp rank's parameters; equal ones share an object unless the optimizer
-        distinguishes names."""
-        model = self.facts.model
+        """Units by which the optimizer's states are counted: with one tp rank's parameters, unless
+        they were measured by name."""
         if self.facts.workload.optimizer.units is not None:
-            return model.units
+            return self.facts.model.units
+        return self._local(plan)
+
+    def _local(self, plan: Plan) -> tuple[UnitProfile, ...]:
+        """Every unit with one tp rank's parameters; equal ones share an object."""
+        model = self.facts.model
         shards = shard_degree(plan) if plan.ep > 1 else 1
         key = (plan.tp, self.styles(plan), plan.ep, shards, plan.shards_experts)
         if key not in self._units:

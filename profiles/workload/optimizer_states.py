@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -38,6 +39,14 @@ class UnitUpkeep(Record):
     state_bytes: NonNegativeFloat
     moved_bytes: NonNegativeFloat
     flop: NonNegativeFloat = 0.0
+
+    def part(self, share: float) -> UnitUpkeep:
+        """Cost of stepping this share of the parameters."""
+        return UnitUpkeep(
+            state_bytes=self.state_bytes * share,
+            moved_bytes=self.moved_bytes * share,
+            flop=self.flop * share,
+        )
 
 
 class OptimizerProfile(Record):
@@ -76,6 +85,27 @@ class OptimizerProfile(Record):
     def is_elementwise(self) -> bool:
         """True if its states have the size of gradients, whatever their shapes."""
         return self.law is Law.ELEMENTWISE and self.units is None
+
+    def of_parts(self, sizes: Mapping[str, tuple[float, float]]) -> OptimizerProfile:
+        """Measured units as a rank of split layers or experts steps them: states, work and
+        temporaries in proportion to its parameters.
+
+        Temporaries are those of the largest unit or of all, as the step goes one by one or not.
+
+        Args:
+            sizes: by unit, bytes of its gradients on a rank and in all.
+        """
+        if self.units is None:
+            return self
+        shares = {name: own / whole if whole else 1.0 for name, (own, whole) in sizes.items()}
+        update: dict[str, object] = {
+            "units": {name: unit.part(shares.get(name, 1.0)) for name, unit in self.units.items()}
+        }
+        if self.working_bytes and any(whole for _, whole in sizes.values()):
+            own, whole = zip(*sizes.values(), strict=True)
+            ratio = max(sum(own) / sum(whole), max(own) / max(whole))
+            update["working_bytes"] = self.working_bytes * ratio
+        return self.model_copy(update=update)
 
 
 @dataclass(frozen=True, slots=True)
