@@ -9,6 +9,7 @@
 # make fuzz    100,000 hostile files for every reader, an hour or two (FUZZ="--cases 1000 --reader plan")
 # make mutants 200 places of the library changed one by one: hours (MUTANTS="--count 20 --seed 1")
 # make fuzz-modules  2,000 random modules under plans, each against one process (FUZZ="--seed 9")
+# make gpu     all that needs a GPU, 9 minutes at a time; without one the cases are tried in small
 # make nightly  tests on further plans and sizes, which `make test` leaves out
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make check   formatting, lint, types, layers, spelling, wording
@@ -24,7 +25,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix zoo scorecard scorecard-nested soak regret fuzz fuzz-modules mutants \
+.PHONY: help demo test matrix zoo scorecard scorecard-nested soak regret fuzz fuzz-modules mutants gpu \
     nightly timed check format clean
 
 help:
@@ -80,6 +81,10 @@ mutants: $(STAMP)
 
 fuzz-modules: $(STAMP)
 	@$(BIN)/python -m tests.fuzz_modules $(FUZZ)
+
+gpu: $(STAMP)
+	@echo "== what needs a GPU: 9 minutes, the rest next time; kept in tests/validation/gpu.json"
+	@$(BIN)/python -m tests.gpu $(GPU)
 
 nightly: $(STAMP)
 	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly; \

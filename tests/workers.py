@@ -41,10 +41,16 @@ class RankFailure(AssertionError):
 
 
 class Pool:
-    """`size` processes; `run` uses the first `world_size` of them."""
+    """`size` processes; `run` uses the first `world_size` of them.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        backend: of the groups. With another one than gloo ranks are not forked, as CUDA wants it,
+            and warnings are none of its errors.
+    """
+
+    def __init__(self, size: int, *, backend: str = "gloo") -> None:
         self.size = size
+        self.backend = backend
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._stores = itertools.count()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -100,14 +106,15 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(IMPORTED))
+        context = multiprocessing.get_context("forkserver" if self.backend == "gloo" else "spawn")
+        if self.backend == "gloo":
+            context.set_forkserver_preload(list(IMPORTED))
         threads = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         try:
             for _ in range(self.size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs,), daemon=True)
+                process = context.Process(target=_serve, args=(theirs, self.backend), daemon=True)
                 process.start()
                 theirs.close()
                 self._ranks.append((process, ours))
@@ -130,7 +137,7 @@ class Pool:
             self._folder = None
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, backend: str) -> None:
     import warnings
 
     import torch
@@ -139,7 +146,8 @@ def _serve(pipe: Connection) -> None:
     from profiles.torch_compat import forget_groups
 
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
+    if backend == "gloo":
+        warnings.simplefilter("error")
     # Said on purpose, where a model with batch norms runs in microbatches.
     warnings.filterwarnings("ignore", message=".*is a batch norm: it normalises each")
     while True:
@@ -153,7 +161,7 @@ def _serve(pipe: Connection) -> None:
                 os.environ[name] = str(value)
             os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
             dist.init_process_group(
-                "gloo",
+                backend,
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=world_size,

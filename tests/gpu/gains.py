@@ -1,0 +1,160 @@
+"""Gains of compile, graphs, fused optimizers, chunked loss and offload, beside their price.
+
+A model is measured as it is, and again with one thing changed; ratios are over the first. What is
+predicted are the same two estimates' ratio.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from advisor.cost import Estimate
+from engines.plan import Plan
+from profiles.workload.stack import TORCH
+from tests.gpu.case import Case
+from tests.gpu.predict import Predicted, allocated, predicted
+from tests.gpu.results import Row, Unit
+from tests.gpu.setting import WARM_UP, LeftOutError, Setting
+from tests.gpu.subjects import SMALL, SUBJECTS, Subject, captured, fill, gpt_of
+from tests.gpu.training import Step, Variant, measured
+
+BASE = Variant("precision=bf16")
+SMALL_BASE = Variant()
+CHANGES: dict[str, Variant] = {
+    "compile": Variant("precision=bf16 compile=true"),
+    "fused optimizer": Variant("precision=bf16", "adamw fused"),
+    "loss in 8 chunks": Variant("precision=bf16 loss_chunks=8"),
+    "full recompute": Variant("precision=bf16 recompute=full"),
+    "selective recompute": Variant("precision=bf16 recompute=selective"),
+    "activations in main memory": Variant("precision=bf16 offload=activations"),
+    "optimizer states in main memory": Variant("precision=bf16 offload=optimizer"),
+    "states in main memory, prefetched": Variant("precision=bf16 zero=3 offload=states"),
+    "shards of one rank": Variant("precision=bf16 zero=3"),
+    "compile and full recompute": Variant("precision=bf16 compile=true recompute=full"),
+}
+MODELS = ("gpt-350m", "gpt-1.3b")
+SMALL_CHANGES = {"loss in 2 chunks": Variant("loss_chunks=2")}
+# Launches take longer than kernels here: what graphs are for.
+GRAPHED = gpt_of(layers=12, heads=8, width=512, length=256, vocabulary=8192)
+GRAPHED_ROWS = 4
+
+
+def cases(*, is_small: bool) -> list[Case]:
+    changes, models = (SMALL_CHANGES, ("gpt, small",)) if is_small else (CHANGES, MODELS)
+    every = [
+        Case(
+            f"{name}: {change}",
+            functools.partial(_run, name, variant),
+            limit_s=120.0,
+            is_small=is_small,
+        )
+        for name in models
+        for change, variant in changes.items()
+    ]
+    return [*every[:3], Case("small gpt: CUDA graph", _graph, is_small=is_small), *every[3:]]
+
+
+_BASES: dict[str, tuple[Predicted, Step]] = {}
+
+
+def _base(setting: Setting, name: str) -> tuple[Predicted, Step]:
+    """Once in a process."""
+    if name not in _BASES:
+        variant = SMALL_BASE if setting.is_small else BASE
+        _BASES[name] = measured(setting, _subject(setting, name), name, variant)
+    return _BASES[name]
+
+
+def _subject(setting: Setting, name: str) -> Subject:
+    return (SMALL if setting.is_small else SUBJECTS)[name]
+
+
+def _run(name: str, variant: Variant, setting: Setting) -> Iterator[Row]:
+    before, plain = _base(setting, name)
+    after, changed = measured(setting, _subject(setting, name), name, variant)
+    yield _ratio("step", plain.seconds, changed.seconds, before, after, lambda e: e.step_s)
+    yield _ratio(
+        "allocated", plain.allocated_bytes, changed.allocated_bytes, before, after, allocated
+    )
+
+
+def _ratio(
+    term: str,
+    plain: float,
+    changed: float,
+    before: Predicted,
+    after: Predicted,
+    of: Callable[[Estimate], float],
+) -> Row:
+    has_bench = before.bench is not None and after.bench is not None
+    return Row(
+        term=f"{term}, of the plain one",
+        unit=Unit.RATIO,
+        measured=changed / plain,
+        from_sheet=of(after.sheet) / of(before.sheet),
+        from_bench=of(after.bench) / of(before.bench) if has_bench else None,  # type: ignore[arg-type]
+        note=f"{changed:.4g} of {plain:.4g}",
+    )
+
+
+def _graph(setting: Setting) -> Iterator[Row]:
+    """Forward and backward of plain torch in bf16, as one graph over launched one by one.
+
+    No engine of ours captures graphs: this is the price that the lever "CUDA graphs" names.
+    """
+    if not setting.is_cuda:
+        raise LeftOutError("graphs are CUDA's")
+    model = GRAPHED.module().to(torch.bfloat16).to_empty(device=setting.device)
+    with torch.no_grad():
+        for module in model.modules():
+            fill(module)
+    ids, targets = (t.to(setting.device) for t in GRAPHED.batch(GRAPHED_ROWS))  # type: ignore[union-attr]
+    loss_fn = GRAPHED.loss_fn
+    assert loss_fn is not None
+
+    def step() -> None:
+        loss_fn(model(ids), targets).backward()
+
+    def eager() -> None:
+        model.zero_grad(set_to_none=True)
+        step()
+
+    graph = _captured_graph(model, step)
+    replayed_s = setting.seconds(graph.replay)
+    eager_s = setting.seconds(eager)
+    before, after = (_of_graph(setting, share) for share in (0.0, 1.0))
+    yield _ratio("forward and backward", eager_s, replayed_s, before, after, _passes_s)
+    del graph
+    setting.release()
+
+
+def _captured_graph(model: nn.Module, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """As torch's notes on CUDA semantics say: warmed up on a side stream, gradients made inside."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            model.zero_grad(set_to_none=True)
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        step()
+    return graph
+
+
+def _of_graph(setting: Setting, share: float) -> Predicted:
+    plan = Plan.parse(f"precision=bf16 microbatch_size={GRAPHED_ROWS}")
+    profile = captured(GRAPHED, "small gpt")
+    stack = TORCH.model_copy(update={"name": f"graphs {share}", "cuda_graphs": share})
+    return predicted(plan, profile, setting.machines(), stack=stack)
+
+
+def _passes_s(estimate: Estimate) -> float:
+    time = estimate.time
+    return time.compute_s + time.recompute_s + time.launch_s

@@ -1,0 +1,160 @@
+"""Steps of whole models on one device: predicted from the data sheet and the bench, measured.
+
+Every model first in bf16 on fp32 masters with AdamW, as most are trained; then with recompute, in
+fp32, with other optimizers, at other batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from engines.apply import apply_plan
+from engines.parallel import ParallelModel
+from engines.plan import Plan
+from profiles.capture.batch import Batch
+from profiles.errors import PlanError
+from tests.gpu.case import Case
+from tests.gpu.predict import (
+    OPTIMIZERS,
+    Predicted,
+    allocated,
+    predicted,
+    reserved,
+)
+from tests.gpu.results import Row, Unit
+from tests.gpu.setting import WARM_UP, DeviceMemory, LeftOutError, Setting
+from tests.gpu.subjects import SMALL, SUBJECTS, Subject, captured, fill, filled_in_place
+
+STEPS, STEPS_S = 8, 4.0  # at most; two in any case
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A plan of one device, an optimizer, and the share of the subject's rows."""
+
+    settings: str = ""
+    optimizer: str = "adamw"
+    share: float = 1.0
+
+    def __str__(self) -> str:
+        words = [self.settings or "fp32", self.optimizer]
+        return ", ".join([*words, f"{self.share:g} x rows"] if self.share != 1 else words)
+
+
+VARIANTS = (
+    Variant("precision=bf16"),
+    Variant("precision=bf16 recompute=full"),
+    Variant("", "sgd-momentum", 0.5),
+    Variant("precision=bf16 recompute=selective accumulation=2", "adamw fused"),
+    Variant("precision=bf16", "adafactor", 0.25),
+    Variant("recompute=full", "adamw", 0.5),
+)
+SMALL_VARIANTS = (Variant("accumulation=2"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Measured: the median of some steps, and the peaks while they ran."""
+
+    seconds: float
+    allocated_bytes: int
+    reserved_bytes: int | None
+    held_before_bytes: int
+
+
+def cases(*, is_small: bool) -> list[Case]:
+    subjects = SMALL if is_small else SUBJECTS
+    variants = SMALL_VARIANTS if is_small else VARIANTS
+    pairs = [(name, variant) for variant in variants for name in subjects]
+    return [
+        Case(f"{name}: {variant}", functools.partial(_run, name, variant), is_small=is_small)
+        for name, variant in pairs
+    ]
+
+
+def _run(name: str, variant: Variant, setting: Setting) -> Iterator[Row]:
+    subject = (SMALL if setting.is_small else SUBJECTS)[name]
+    yield from step_rows(setting, subject, name, variant)
+
+
+def step_rows(setting: Setting, subject: Subject, name: str, variant: Variant) -> Iterator[Row]:
+    """The rows of one model under one variant."""
+    given, step = measured(setting, subject, name, variant)
+    note = ""
+    if step.held_before_bytes > 128 * 2**20:  # more than workspaces of products
+        note = f"{step.held_before_bytes / 2**20:.0f} MiB were held before"
+    yield given.row("step", Unit.SECONDS, step.seconds, lambda e: e.step_s)
+    yield given.row("allocated", Unit.BYTES, step.allocated_bytes, allocated, note)
+    if step.reserved_bytes is not None:
+        yield given.row("reserved", Unit.BYTES, step.reserved_bytes, reserved, note)
+
+
+def measured(
+    setting: Setting, subject: Subject, name: str, variant: Variant
+) -> tuple[Predicted, Step]:
+    """The predictions and the steps of a model under a variant."""
+    subject.require()
+    profile = captured(subject, name)
+    rows = max(1, int(subject.rows * variant.share))
+    if setting.is_small:
+        rows = 2
+    plan = Plan.parse(f"{variant.settings} microbatch_size={rows}".strip())
+    module = subject.module()
+    given = predicted(plan, profile, setting.machines(), optimizer=variant.optimizer)
+    setting.release()
+    memory = DeviceMemory(setting)
+    before = memory.now()
+    with memory.watched(), filled_in_place():
+        try:
+            parallel = apply_plan(
+                module,
+                plan,
+                profile=profile,
+                cluster=setting.sheet,
+                loss_fn=subject.loss_fn,
+                optimizer=OPTIMIZERS[variant.optimizer],
+                weights=fill,
+                on_nonfinite="ignore",  # looking waits for the device in every step
+            )
+        except PlanError as error:
+            raise LeftOutError(f"refused: {error.what}") from error
+        batch = subject.batch(rows * plan.forwards)
+        for _ in range(1 if setting.is_small else WARM_UP):
+            parallel.train_step(batch)
+    with memory.watched():
+        parallel.train_step(batch)
+    seconds = timed_steps(setting, parallel, batch)
+    step = Step(seconds, memory.peak(), memory.reserved_peak(), before)
+    del parallel, module
+    setting.release()
+    return given, step
+
+
+def timed_steps(setting: Setting, parallel: ParallelModel, batch: Batch) -> float:
+    """The median seconds of a step, back to back: on CUDA by events that are read at the end."""
+
+    def step_s() -> float:
+        began = time.perf_counter()
+        parallel.train_step(batch)
+        setting.synchronize()
+        return time.perf_counter() - began
+
+    setting.synchronize()
+    durations = [step_s() for _ in range(2)]
+    if not setting.is_cuda:
+        return statistics.median(durations)
+    count = min(STEPS, max(2, int(STEPS_S / min(durations))))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        parallel.train_step(batch)
+        event.record()
+    setting.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(events)) * 1e-3  # milliseconds
