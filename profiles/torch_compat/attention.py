@@ -68,6 +68,7 @@ def attend_backward(
                 gradient, query, key, value, out, lse, 0.0, is_causal, scale=scale
             )
         case "flash":
+            lse = lse.contiguous()  # the kernel reads it by its address alone
             random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # nothing is dropped
             return kernels._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
                 gradient, query, key, value, out, lse, None, None, query.shape[2], key.shape[2],

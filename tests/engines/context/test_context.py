@@ -24,6 +24,7 @@ from engines.runtime.world import join_world
 from profiles.capture.batch import Batch
 from profiles.capture.capture import capture
 from profiles.errors import AdvisorError, BatchError, ModelError, PlanError
+from profiles.torch_compat import attention as attention_kernels
 from profiles.torch_compat.attention import attend, attend_backward
 from tests.engines.cases import CASES, TinyGPT, cpu_ranks, profile_of, token_loss
 from tests.engines.parity import (
@@ -67,6 +68,47 @@ def test_attention_with_its_log_sum_exp_is_the_formula(width: int, is_causal: bo
         assert torch.allclose(got, leaf.grad)
 
 
+def test_the_flash_kernel_of_cuda_is_given_a_dense_log_sum_exp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It reads the numbers from their first address on, whatever the strides; of the later half of
+    the queries these are a view."""
+    given: list[Tensor] = []
+    name = "_scaled_dot_product_flash_attention_backward"
+    monkeypatch.setattr(attention_kernels, "_kernel", lambda *_: "flash")
+    monkeypatch.setattr(torch.ops.aten, name, lambda *args, **_: given.extend(args[:6]))
+    q, k, v, out, gradient = (torch.randn(2, 3, 8, 4) for _ in range(5))
+    lse, rows = torch.randn(2, 3, 8), slice(4, None)
+    later = (t[:, :, rows] for t in (gradient, q, k, v, out, lse))
+    attend_backward(*later, is_causal=False, scale=0.5)
+    assert given[5].is_contiguous()
+    assert torch.equal(given[5], lse[:, :, rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_the_kernel_of_cuda_takes_the_later_half_of_the_queries() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 3, 64, 32, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for _ in range(3)
+    )
+    rows = slice(32, None)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    wanted = written_out(*leaves, is_causal=False, scale=0.2)[:, :, rows]
+    gradient = torch.randn_like(wanted)
+    wanted.backward(gradient)
+    out, lse = attend(q, k, v, is_causal=False, scale=0.2)
+    given = (t[:, :, rows] for t in (gradient.bfloat16(), q))
+    gradients = attend_backward(
+        *given, k, v, out[:, :, rows], lse[:, :, rows], is_causal=False, scale=0.2
+    )
+    for got, leaf, own in zip(gradients, leaves, (rows, slice(None), slice(None)), strict=True):
+        assert leaf.grad is not None
+        assert (got - leaf.grad[:, :, own]).abs().max() < 5e-2 * leaf.grad.abs().max()
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_the_kernel_of_cuda_is_the_formula_too(is_causal: bool) -> None:
