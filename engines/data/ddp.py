@@ -70,9 +70,13 @@ def replicate(
 def _all_reduced(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
-    dist.all_reduce(bucket.buffer(), group=group)
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer, group=group)
+    is_cuda = buffer.device.type == "cuda"
+    future: torch.futures.Future[Tensor] = torch.futures.Future(
+        devices=[buffer.device] if is_cuda else []
+    )
+    future.set_result(buffer)
     return future
 
 

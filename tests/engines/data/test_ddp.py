@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from engines.data import ddp
 from profiles.errors import ModelError
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import gradient_error, local_rows, parallelize, reference_loss, spread
@@ -66,3 +68,24 @@ def _depthwise() -> float:
 @pytest.mark.dist
 def test_strides_of_size_one_dimensions_cause_no_warning(pool: Pool) -> None:
     assert max(pool.run(_depthwise, world_size=2)) < 1e-5
+
+
+def test_a_made_up_reduction_of_gpu_gradients_says_on_which_gpu_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch refuses results on devices that a future was not made for."""
+    made: list[list[torch.device]] = []
+
+    class Future:
+        def __init__(self, *, devices: list[torch.device]) -> None:
+            made.append(devices)
+
+        def set_result(self, result: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.futures, "Future", Future)
+    monkeypatch.setattr(ddp.dist, "all_reduce", lambda *_, **__: None)
+    for device in ("cuda:1", "cpu"):
+        buffer = SimpleNamespace(device=torch.device(device))
+        ddp._all_reduced(None, SimpleNamespace(buffer=lambda buffer=buffer: buffer))
+    assert made == [[torch.device("cuda:1")], []]
