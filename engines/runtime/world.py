@@ -61,6 +61,7 @@ def join_world(*, timeout_s: float | None = None) -> World:
                 f"WORLD_SIZE is set but {' and '.join(missing)} not: the launcher is incomplete",
                 hints=["start the job with `torchrun --nproc-per-node N script.py`"],
             )
+        _device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))  # before NCCL takes one
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             store, rank, size = attempt_store(timeout_s=timeout_s)

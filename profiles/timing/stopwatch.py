@@ -139,7 +139,7 @@ def time_blocks(
     # What is soon done leaves its time to what takes long.
     groups = sorted(distinct.values(), key=lambda names: units[names[0]].flop(samples, numerics))
     end = time.perf_counter() + budget_s
-    with preserved_random_state([device.index or 0] if device.type == "cuda" else []):
+    with preserved_random_state([_number(device)] if device.type == "cuda" else []):
         for number, names in enumerate(groups):
             first = names[0]
             share_s = (end - time.perf_counter()) / (len(groups) - number)
@@ -179,6 +179,11 @@ def default_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _number(device: torch.device) -> int:
+    """Of a CUDA device; the current one where it has none."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def processor_name(device: torch.device) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engines.plan import Plan
+from engines.runtime import world as world_module
 from engines.runtime.world import World, join_world, rank_error_context, require_same_plan
 from profiles.errors import PlanError, RankError
 from profiles.torch_compat import bound_waits
@@ -97,3 +98,17 @@ def test_a_failure_reaches_the_other_ranks_in_bounded_time(pool: Pool, plan: str
 def test_errors_of_other_kinds_are_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match=r"^(mm: )?mat1 and mat2"), rank_error_context("trying"):
         torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def test_a_rank_takes_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[object] = []
+    launched = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(world_module, "attempt_store", lambda **_: (None, 5, 8))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: done.append(backend))
+    join_world()
+    assert done[:2] == [torch.device("cuda", 1), "cpu:gloo,cuda:nccl"]
