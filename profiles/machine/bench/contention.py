@@ -10,7 +10,7 @@ from math import ceil
 import torch
 import torch.distributed as dist
 
-from profiles.machine.bench.device import measured, wait_for
+from profiles.machine.bench.device import measured, random_matrix, wait_for
 from profiles.machine.bench.job import Job
 from profiles.machine.cluster import Overlap
 from profiles.provenance import Quantity
@@ -37,7 +37,7 @@ def contention(job: Job, *, budget_s: float) -> Overlap | None:
     here = job.device
     edge = GPU_EDGE if here.type == "cuda" else CPU_EDGE
     dtype = torch.bfloat16 if here.type == "cuda" else torch.float32
-    left = torch.ones(edge, edge, device=here, dtype=dtype)
+    left = random_matrix(edge, here, dtype)
     result = torch.empty_like(left)
     message = torch.zeros(TRIED_BYTES // 4, device=here)
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from profiles.errors import InputError
 from profiles.machine.bench import bench, copy_rate, matmul_rate
+from profiles.machine.bench import device as device_bench
 from profiles.machine.bench.axes import MOST_GROUPS, BenchAxis, mesh_axes
 from profiles.machine.bench.cache import keep, recall
 from profiles.machine.cluster import ClusterProfile, Collective
@@ -113,6 +114,21 @@ def test_a_large_job_times_what_its_groups_allow_but_always_the_tiers() -> None:
     assert {BenchAxis(8, 1), BenchAxis(512, 8), BenchAxis(4096, 1)} <= set(axes)
     others = set(axes) - {BenchAxis(8, 1), BenchAxis(512, 8), BenchAxis(4096, 1)}
     assert sum(4096 // axis.size for axis in others) <= MOST_GROUPS
+
+
+def test_products_are_timed_on_values_as_different_as_those_of_a_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU at its power limit multiplies ones faster. The caller's random numbers stay."""
+    factors: list[torch.Tensor] = []
+    monkeypatch.setattr(device_bench, "large_edge", lambda _: 16)
+    monkeypatch.setattr(device_bench, "SAMPLE_S", 1e-6)
+    monkeypatch.setattr(torch, "mm", lambda left, right, out: factors.extend((left, right)))
+    before = torch.get_rng_state()
+    matmul_rate(torch.device("cpu"), torch.bfloat16, seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(len(factor.unique()) > 100 for factor in factors)
+    assert all(abs(factor.float().std().item() - 1) < 0.2 for factor in factors)
 
 
 @pytest.mark.timed
