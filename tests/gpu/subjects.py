@@ -259,7 +259,7 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "gpt-50m": gpt_of(layers=8, heads=8, width=512, length=1024),
     "GPT-2 XL": _of(
-        "GPT2LMHeadModel", _labelled(1024, 50_000), 8, vocab_size=50_257, n_embd=1600, n_layer=48,
+        "GPT2LMHeadModel", _labelled(1024, 50_000), 4, vocab_size=50_257, n_embd=1600, n_layer=48,
         n_head=25, n_positions=1024, **_DECODER,
     ),
     "Gemma 2 2B": _of(
