@@ -12,6 +12,7 @@
 # make gpu     all that needs a GPU, 9 minutes at a time; without one the cases are tried in small
 # make nightly  tests on further plans and sizes, which `make test` leaves out
 # make timed   the tests that compare clocks, for a machine that does nothing else
+# make peers   plain torch, Accelerate, DeepSpeed and Transformers beside us, root (PEERS="--show")
 # make check   formatting, lint, types, layers, spelling, wording
 #
 # Every target sets itself up: a virtual environment in .venv, CPU build of torch, this project.
@@ -25,8 +26,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix zoo scorecard scorecard-nested soak regret fuzz fuzz-modules mutants gpu \
-    nightly timed check format clean
+.PHONY: help demo test matrix zoo scorecard scorecard-nested soak regret peers gpu fuzz fuzz-modules \
+    mutants nightly timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -94,6 +95,24 @@ timed: $(STAMP)
 	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"
 	@start=$$SECONDS; $(BIN)/python -m pytest -m timed; echo "== tests took $$((SECONDS - start)) s"
 
+# Packages that are compared stay out of .venv; they find its torch through a .pth file.
+PEERS_STAMP := .venv-peers/.installed
+
+$(PEERS_STAMP): tests/peers/requirements.txt $(STAMP)
+	@echo "== set-up: the compared packages in .venv-peers (a minute, once)"
+	@$(BIN)/python -m venv --clear .venv-peers; \
+	where='import site; print(site.getsitepackages()[0])'; \
+	$(BIN)/python -c "$$where" > "$$(.venv-peers/bin/python -c "$$where")/project.pth"; \
+	pip=".venv-peers/bin/python -m pip install --quiet --disable-pip-version-check"; \
+	$$pip --constraint tests/peers/requirements.txt setuptools wheel; \
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $$pip --no-build-isolation --constraint constraints.txt \
+	    --requirement tests/peers/requirements.txt; \
+	touch $@
+
+peers: $(PEERS_STAMP)
+	@echo "== peers: 15 minutes on 2 cores that do nothing else; kept in tests/validation/peers.json"
+	@OMP_NUM_THREADS=1 .venv-peers/bin/python -m tests.peers $(PEERS)
+
 check: $(STAMP)
 	@echo "== static checks: half a minute"
 	$(BIN)/ruff format --check .
@@ -108,4 +127,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs
+	rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs
