@@ -19,7 +19,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -81,10 +82,18 @@ def ddp(subject: Subject, model: nn.Module, job: Job) -> Running:
     return _loop(subject, DistributedDataParallel(model), model, job)
 
 
-def ddp_bf16(subject: Subject, model: nn.Module, job: Job) -> Running:
-    """An expert's DDP for a slow link: gradients in their place in the buckets, sent as bf16."""
+def ddp_fp16(subject: Subject, model: nn.Module, job: Job) -> Running:
+    """An expert's DDP for a slow link: torch's hook sends gradients as fp16 (bf16 wants NCCL)."""
     runner = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    runner.register_comm_hook(None, bf16_compress_hook)
+    runner.register_comm_hook(None, fp16_compress_hook)
+    return _loop(subject, runner, model, job)
+
+
+def ddp_powersgd(subject: Subject, model: nn.Module, job: Job) -> Running:
+    """The same with torch's PowerSGD, begun as early as it lets one."""
+    runner = DistributedDataParallel(model)
+    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    runner.register_comm_hook(state, powerSGD_hook)
     return _loop(subject, runner, model, job)
 
 
@@ -281,7 +290,8 @@ SCRIPTS: dict[str, Script] = {
     OURS_FASTEST: functools.partial(ours, objective="time"),
     OURS_LOSSY: functools.partial(ours, allow_lossy=True),
     PLAIN: ddp,
-    "DDP by hand, bf16 hook": ddp_bf16,
+    "DDP by hand, fp16 hook": ddp_fp16,
+    "DDP by hand, PowerSGD hook": ddp_powersgd,
     "FSDP2 by hand": fsdp2,
     FRUGAL: fsdp2_frugal,
     "Accelerate": accelerate,
@@ -291,7 +301,7 @@ SCRIPTS: dict[str, Script] = {
     "Transformers tp_plan=auto": transformers_tp,
     "Transformers FSDP2": transformers_fsdp,
 }
-LOSSY = (OURS_LOSSY, "DDP by hand, bf16 hook")
+LOSSY = (OURS_LOSSY, "DDP by hand, fp16 hook", "DDP by hand, PowerSGD hook")
 """They round gradients: compared among themselves, and with a wider bound of the loss."""
 NEEDS = {
     "Accelerate": "accelerate",

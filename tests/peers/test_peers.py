@@ -19,7 +19,7 @@ from tests.peers.subjects import ROWS, SUBJECTS, share
 from tests.peers.table import errors, missed, tables
 
 SLOW = "100 Mbit/s"
-BF16 = "DDP by hand, bf16 hook"
+ROUNDED = "DDP by hand, fp16 hook"
 
 
 def _entry(script: str, *turns: float, loss_error: float = 1e-6, **rest: object) -> Entry:
@@ -32,7 +32,7 @@ def _race(*entries: Entry, subject: str = "Llama", link: str = SLOW) -> Race:
 
 def test_a_script_that_did_other_work_is_not_compared() -> None:
     unequal = _entry("Accelerate", 1.0, loss_error=2e-3)
-    rounded = _entry(BF16, 1.0, loss_error=2e-3, is_lossy=True)
+    rounded = _entry(ROUNDED, 1.0, loss_error=2e-3, is_lossy=True)
     assert not unequal.counts
     assert rounded.counts
     assert not Entry(script="Accelerate", left_out="not installed").counts
@@ -56,7 +56,7 @@ def test_each_link_has_its_mark_and_rounded_gradients_race_against_rounded_ones(
         _entry(OURS, 1.0),
         _entry(OURS_LOSSY, 0.5, is_lossy=True),
         _entry(PLAIN, 1.2),
-        _entry(BF16, 0.6, is_lossy=True),
+        _entry(ROUNDED, 0.6, is_lossy=True),
     )
     assert [(e.script, least) for e, _, least in missed(_race(*entries))] == [(PLAIN, 1.5)]
     assert list(missed(_race(*entries, link="1 Gbit/s"))) == []
