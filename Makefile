@@ -10,6 +10,7 @@
 # make mutants 200 places of the library changed one by one: hours (MUTANTS="--count 20 --seed 1")
 # make fuzz-modules  2,000 random modules under plans, each against one process (FUZZ="--seed 9")
 # make gpu     all that needs a GPU, 9 minutes at a time; without one the cases are tried in small
+# make growth  time and memory against layers, devices, experts, ranks: an hour (GROWTH="--show")
 # make nightly  tests on further plans and sizes, which `make test` leaves out
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make peers   plain torch, Accelerate, DeepSpeed and Transformers beside us, root (PEERS="--show")
@@ -26,8 +27,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help demo test matrix zoo scorecard scorecard-nested soak regret peers gpu fuzz fuzz-modules \
-    mutants nightly timed check format clean
+.PHONY: help demo test matrix zoo scorecard scorecard-nested soak regret peers gpu growth fuzz \
+    fuzz-modules mutants nightly timed check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -86,6 +87,10 @@ fuzz-modules: $(STAMP)
 gpu: $(STAMP)
 	@echo "== what needs a GPU: 9 minutes, the rest next time; kept in tests/validation/gpu.json"
 	@$(BIN)/python -m tests.gpu $(GPU)
+
+growth: $(STAMP)
+	@echo "== growth: up to an hour; a stopped run goes on; kept in tests/validation/growth.json"
+	@$(BIN)/python -m tests.benchmarks.growth $(GROWTH)
 
 nightly: $(STAMP)
 	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly; \

@@ -53,6 +53,7 @@ class CostContext:
         self._stages: dict[tuple[object, ...], dict[object, StageCost]] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
+        self._shares: dict[object, HandedOn] = {}
         self._styled: dict[tuple[Numerics, tuple[tuple[str, str], ...]], list[Styled]] = {}
         self._updates: dict[tuple[object, ...], Upkeep] = {}
         self._styles: dict[tuple[int, bool], tuple[tuple[str, str], ...]] = {}
@@ -192,8 +193,12 @@ class CostContext:
         stages send."""
         if plan.tp == 1 or self.stack.sequence_parallel or self.stack.states:
             return WHOLE
-        styled = zip(self.facts.model.units, self._styled_units(plan), strict=True)
-        return HandedOn(frozenset(unit.name for unit, own in styled if hands_on(own)), plan.tp)
+        key = plan.tp, self.numerics(plan), self.styles(plan)
+        if key not in self._shares:
+            styled = zip(self.facts.model.units, self._styled_units(plan), strict=True)
+            units = frozenset(unit.name for unit, own in styled if hands_on(own))
+            self._shares[key] = HandedOn(units, plan.tp)
+        return self._shares[key]
 
     def computing(self, plan: Plan, loads: Loads) -> Computing:
         """Compute times: measured on this device if the model has some, else the roofline's.

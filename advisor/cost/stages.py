@@ -117,7 +117,7 @@ class StageBorders:
             shares: units that hand on a rank's share of the tokens.
         """
         model = self._model
-        start = model.flow.first_call(model.units[place].name) if model.flow.calls else None
+        start = model.flow.first_call(model.units[place].name)
         if start is None:
             before = model.units[place - 1]
             sent = before.cost(numerics).output_bytes.at(samples) * shares.of(before.name)

@@ -12,7 +12,7 @@ from typing import Literal
 from advisor.predict.setup import Refusal
 from profiles.errors import FileError, InputError
 from profiles.record import read_text
-from profiles.record.bounds import MOST_TOKENS
+from profiles.record.bounds import MOST_LAYERS, MOST_TOKENS
 from profiles.units import MIB
 
 # Measured columns, and columns derived from them: reading these would invalidate a prediction.
@@ -99,7 +99,7 @@ MOST = 10**9
 _LIMITS = {
     "n_gpus": 10**6,
     "gpus_per_node": 1024,
-    "n_layers": 10**5,
+    "n_layers": MOST_LAYERS,
     "global_batch": 10**8,
     "seq_len": MOST_TOKENS,
 }

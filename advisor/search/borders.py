@@ -1,4 +1,4 @@
-"""Stage borders by exact dynamic programming on time and memory.
+"""Stage borders by dynamic programming on time and memory, exact up to `MOST_AT_ONCE` segments.
 
 Segments of a model, which have no borders inside, are grouped into contiguous stages. The memory of
 a stage depends on its place in the pipeline, which determines its microbatches in flight.
@@ -6,8 +6,8 @@ a stage depends on its place in the pipeline, which determines its microbatches 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,11 +16,16 @@ from numpy.typing import NDArray
 from profiles.errors import PlanError
 
 Amounts = Sequence[float] | NDArray[np.float64]
+Places = NDArray[np.int64]
+"""Numbers of segments that stages may begin with, from 0 to the number of all, where they end."""
 Matrix = NDArray[np.float64]
 """[i, j]: of a stage of segments i, ..., j - 1; n + 1 rows and columns for n segments."""
 
 # Sums of seconds in another order differ in the last digits: such times count as equal.
 _ROUNDING = 1e-9
+MOST_AT_ONCE = 256
+"""Segments: the deepest published decoders have 126 blocks (arXiv:2407.21783)."""
+_REACH = 64  # places to each side of a border
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +43,19 @@ class StageCut:
     nbytes: float
 
 
-def spans(amounts: Amounts) -> Matrix:
-    """Sums over contiguous segments.
+Entries = Callable[[Places, Places], tuple[Matrix, Matrix, Matrix]]
+
+
+def spans(
+    amounts: Amounts, rows: Places | slice = slice(None), columns: Places | slice = slice(None)
+) -> Matrix:
+    """Sums over contiguous segments; of all, or of these rows and columns.
 
     >>> spans([1.0, 2.0])[0].tolist()
     [0.0, 1.0, 3.0]
     """
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(amounts, dtype=float))])
-    return np.asarray(sums[None, :] - sums[:, None])
+    return np.asarray(sums[columns][None, :] - sums[rows][:, None])
 
 
 def largest(amounts: Amounts) -> Matrix:
@@ -92,52 +102,97 @@ def cut(
     # Stage k begins at segment k or later, as stages before it have at least one segment each, and
     # leaves one for each stage after it: a window of the matrix.
     spare = segments - stages + 1
+    ends = [np.arange(k, k + spare) for k in range(stages + 1)]
     windows = [(slice(k, k + spare), slice(k + 1, k + 1 + spare)) for k in range(stages)]
-    # Stages have at least one segment: there are none on and below the diagonal.
-    is_stage = np.triu(np.ones(seconds.shape, dtype=bool), 1)
-    seconds = np.where(is_stage, seconds, np.inf)
-    resident = np.where(is_stage, resident, np.inf)
-    nbytes = [resident[w] + n * saved[w] for n, w in zip(in_flight, windows, strict=True)]
-    within = [
-        np.where(one <= usable_bytes, seconds[w], np.inf)
-        for one, w in zip(nbytes, windows, strict=True)
+    parts = [(seconds[w], resident[w], saved[w]) for w in windows]
+    return _cut(parts, ends, in_flight=in_flight, usable_bytes=usable_bytes)
+
+
+def refined(
+    segments: int, entries: Entries, *, in_flight: Sequence[int], usable_bytes: float
+) -> StageCut:
+    """`cut` of many segments, in passes from coarse to fine: time and memory of `cut` grow with
+    the square of the segments.
+
+    Borders are the best of a coarse grid, then the best of their neighborhoods on finer ones: as
+    good as the best cut, or a few segments of the slowest stage worse.
+
+    Args:
+        entries: computes entries of the matrices `seconds`, `resident` and `saved` of `cut`, for
+            these rows and columns.
+    """
+    stages = len(in_flight)
+    # Every stage has a place to begin.
+    step = max(1, min(-(-segments // max(MOST_AT_ONCE, stages + _REACH)), segments // stages))
+    grid = np.append(np.arange(0, segments, step), segments)
+    coarse = cut(*entries(grid, grid), in_flight=in_flight, usable_bytes=usable_bytes)
+    best = replace(coarse, starts=tuple(grid[list(coarse.starts)].tolist()))
+    while True:
+        before, step = best, max(1, step // 4)
+        offsets = step * np.arange(-_REACH, _REACH + 1)
+        ends = [np.array([0])]
+        for stage, start in enumerate(best.starts, 1):
+            ends.append(np.unique((start + offsets).clip(stage, segments - stages + stage)))
+        ends.append(np.array([segments]))
+        parts = [entries(rows, columns) for rows, columns in pairwise(ends)]
+        best = _cut(parts, ends, in_flight=in_flight, usable_bytes=usable_bytes)
+        if step == 1 and (best.seconds, best.nbytes) >= (before.seconds, before.nbytes):
+            return best
+
+
+def _cut(
+    parts: Sequence[tuple[Matrix, Matrix, Matrix]],
+    ends: Sequence[Places],
+    *,
+    in_flight: Sequence[int],
+    usable_bytes: float,
+) -> StageCut:
+    """Cut at the best of `ends`: stage k begins at one of `ends[k]` and ends at one of the next.
+
+    Args:
+        parts: entries of `seconds`, `resident` and `saved` for every stage.
+    """
+    # Stages have at least one segment.
+    is_stage = [columns[None, :] > rows[:, None] for rows, columns in pairwise(ends)]
+    nbytes = [
+        np.where(is_one, resident + n * saved, np.inf)
+        for is_one, n, (_, resident, saved) in zip(is_stage, in_flight, parts, strict=True)
     ]
-    fastest, starts = _least(within)
+    within = [
+        np.where(is_one & (one <= usable_bytes), seconds, np.inf)
+        for is_one, one, (seconds, _, _) in zip(is_stage, nbytes, parts, strict=True)
+    ]
+    fastest, places = _least(within)
     if fastest < np.inf:
         limit = fastest * (1 + _ROUNDING)
         even = [
             np.where(times <= limit, one, np.inf) for times, one in zip(within, nbytes, strict=True)
         ]
-        _, starts = _least(even)
+        _, places = _least(even)
     else:
-        _, starts = _least(nbytes)
-    bounds = list(pairwise([0, *starts, segments]))
+        _, places = _least(nbytes)
+    chosen = list(zip(parts, nbytes, pairwise([0, *places, -1]), strict=True))
     return StageCut(
-        starts=tuple(starts),
-        seconds=float(max(seconds[i, j] for i, j in bounds)),
-        nbytes=float(
-            max(
-                resident[i, j] + n * saved[i, j]
-                for n, (i, j) in zip(in_flight, bounds, strict=True)
-            )
-        ),
+        starts=tuple(int(ends[k][place]) for k, place in enumerate(places, 1)),
+        seconds=float(max(seconds[i, j] for (seconds, _, _), _, (i, j) in chosen)),
+        nbytes=float(max(one[i, j] for _, one, (i, j) in chosen)),
     )
 
 
 def _least(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
-    """Cut with the smallest largest cost: that cost, and the first segments of stages 1, 2, ...
+    """Cut with the smallest largest cost: that cost, and where stages 1, 2, ... begin.
 
-    Entry [i, j] of stage k is the cost of segments k + i, ..., k + j.
+    Entry [i, j] of stage k is the cost from the i-th place where it may begin to the j-th where the
+    next one may.
     """
-    columns = np.arange(len(costs[0]))
     best = costs[0][0]
     before = []
     for cost in costs[1:]:
         reached = np.maximum(best[:, None], cost)
         before.append(reached.argmin(axis=0))
-        best = reached[before[-1], columns]
-    end, starts = len(columns) - 1, []
-    for stage, choice in reversed(list(enumerate(before, 1))):
+        best = reached[before[-1], np.arange(reached.shape[1])]
+    end, places = -1, []
+    for choice in reversed(before):
         end = int(choice[end])
-        starts.append(stage + end)
-    return float(best[-1]), starts[::-1]
+        places.append(end)
+    return float(best[-1]), places[::-1]

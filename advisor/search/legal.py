@@ -35,7 +35,6 @@ from engines.plan import DataParallel, Offload, PartialPlan, Plan, Precision, Re
 from engines.tensor.rules import proposed_styles
 from engines.tensor.token_rules import split_tokens, splits_tokens
 from profiles.machine.cluster import ClusterProfile
-from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile
 
 Styles = Callable[[int], tuple[tuple[str, str], ...]]
@@ -109,7 +108,7 @@ def styles_of(facts: Facts, *, by_tokens: bool | None = None) -> Styles:
 
 def segment_starts(model: ModelProfile, cluster: ClusterProfile) -> list[str]:
     """Units that may begin a stage, in call order, including the first one of the model."""
-    order = list(dict.fromkeys(c.unit for c in model.flow.calls if c.unit not in (GLUE, LOSS)))
+    order = list(model.flow.order)
     return order[:1] + [unit for unit in order[1:] if _is_border(unit, model, cluster)]
 
 

@@ -43,12 +43,11 @@ class BorderTraffic:
 
 def border_traffic(costs: CostModel, plan: Plan, places: Sequence[int]) -> BorderTraffic:
     """Traffic over the borders before these units, in the numerics of `plan`."""
-    kind = numerics(plan, costs.facts.model)
+    kind, shares = numerics(plan, costs.facts.model), costs.shares(plan)
 
     def bytes_at(samples: float) -> Floats:
         pairs = [
-            costs.stages.crossing(n, numerics=kind, samples=samples, shares=costs.shares(plan))
-            for n in places
+            costs.stages.crossing(n, numerics=kind, samples=samples, shares=shares) for n in places
         ]
         return np.array(pairs, dtype=float).reshape(-1, 2).T
 

@@ -19,9 +19,18 @@ from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.cost.stage_memory import between_bytes, message_bytes
 from advisor.cost.staged import laid_out, peak_of_rank
 from advisor.inputs.policy import Policy
-from advisor.search.borders import Matrix, cut, spans
+from advisor.search.borders import (
+    MOST_AT_ONCE,
+    Entries,
+    Matrix,
+    Places,
+    StageCut,
+    cut,
+    refined,
+    spans,
+)
 from advisor.search.cache import SearchCache
-from advisor.search.space import KINDS, SCHEDULES, Space
+from advisor.search.space import KINDS, SCHEDULES, Floats, Space
 from advisor.search.stage_segments import StageSegments, segments_of
 from engines.plan import PartialPlan, Plan, Schedule
 from profiles.machine.cluster import Collective
@@ -117,29 +126,57 @@ class StageSearch:
 
     def _search(self, plan: Plan, names: Sequence[str], stages: int) -> _BestBorders:
         segments = self._segments_of(plan, names)
-        if stages == plan.pp:
-            seconds = spans(segments.seconds)
-            if plan.schedule in ONE_STAGE:
-                seconds = seconds + self._waiting_s(plan, segments)
-            resident, saved = self._stage_bytes(plan, segments)
-            in_flight = _in_flight(plan, stages)
-            room = self._room_bytes(plan)
-            best = cut(seconds, resident, saved, in_flight=in_flight, usable_bytes=room)
-        else:
-            parameters = spans(segments.parameters)
-            best = cut(
-                spans(segments.seconds),
-                parameters,
-                parameters,
-                in_flight=[0] * stages,
-                usable_bytes=np.inf,
-            )
+        best = self._cut(plan, segments, len(names), stages)
         return _BestBorders(
             starts=best.starts,
             names=tuple(names[start] for start in best.starts),
             forward_s=tuple(np.add.reduceat(segments.forward_s, [0, *best.starts]).tolist()),
             backward_s=tuple(np.add.reduceat(segments.backward_s, [0, *best.starts]).tolist()),
         )
+
+    def _cut(self, plan: Plan, segments: StageSegments, count: int, stages: int) -> StageCut:
+        """Best borders of `count` segments."""
+        in_flight, room_bytes = [0] * stages, np.inf
+        if stages == plan.pp:
+            in_flight, room_bytes = _in_flight(plan, stages), self._room_bytes(plan)
+        entries = self._entries(plan, segments, is_one_each=stages == plan.pp)
+        if count > MOST_AT_ONCE:
+            return refined(count, entries, in_flight=in_flight, usable_bytes=room_bytes)
+        every = np.arange(count + 1)
+        return cut(*entries(every, every), in_flight=in_flight, usable_bytes=room_bytes)
+
+    def _entries(self, plan: Plan, segments: StageSegments, *, is_one_each: bool) -> Entries:
+        """Seconds, resident bytes and saved bytes of stages from some places to others.
+
+        With several stages per rank, parameters stand for bytes.
+        """
+        waiting_s = np.zeros(len(segments.border_activations))
+        if plan.schedule in ONE_STAGE:
+            waiting_s = self._waiting_s(plan, segments)
+        states: Floats = segments.parameters
+        if is_one_each:
+            device = self._costs.facts.cluster.device
+            states = segments.resident_bytes(plan, device, state_bytes=self._state_bytes(plan))
+
+        def entries(rows: Places, columns: Places) -> tuple[Matrix, Matrix, Matrix]:
+            seconds = spans(segments.seconds, rows, columns)
+            resident = spans(states, rows, columns)
+            if not is_one_each:
+                return seconds, resident, resident
+            if plan.schedule in ONE_STAGE:
+                seconds = seconds + (waiting_s[rows][:, None] + waiting_s[columns][None, :])
+            resident = resident + np.pad(segments.work_bytes(plan), (1, 0))[columns][None, :]
+            received = segments.border_activations[rows][:, None]
+            sent = segments.border_activations[columns][None, :]
+            if segments.stack.states is None:
+                gradients = segments.border_gradients[columns][None, :]
+                resident += _in_round(plan) * (received + gradients)
+            saved = spans(segments.saved, rows, columns)
+            saved = between_bytes(saved, received, sent, plan, segments.stack)
+            saved += spans(segments.cast, rows, columns) * (not plan.data_parallel.is_sharded)
+            return seconds, resident, saved
+
+        return entries
 
     def _segments_of(self, plan: Plan, names: Sequence[str]) -> StageSegments:
         is_sharded = plan.data_parallel.is_sharded
@@ -151,33 +188,18 @@ class StageSearch:
             )
         return self._segments[key]
 
-    def _waiting_s(self, plan: Plan, segments: StageSegments) -> Matrix:
-        """Seconds that each possible stage waits to receive a microbatch, and its gradient."""
+    def _waiting_s(self, plan: Plan, segments: StageSegments) -> Floats:
+        """Seconds to receive a microbatch, or its gradient, over each border."""
         world = self._costs.facts.cluster.world_size
         ledger = self._costs.ledger()
-        sent = np.maximum(segments.border_activations, segments.border_gradients)
+        sent = np.maximum(segments.border_activations, segments.border_gradients).tolist()
         known = {
             payload: ledger.charge(
                 Collective.SEND_RECV, "", payload, group_size=2, stride=world // plan.pp
             )
-            for payload in set(sent.tolist())
+            for payload in set(sent)
         }
-        seconds = np.array([known[payload] for payload in sent.tolist()])
-        return np.asarray(seconds[:, None] + seconds[None, :])
-
-    def _stage_bytes(self, plan: Plan, segments: StageSegments) -> tuple[Matrix, Matrix]:
-        """Bytes of each possible stage when a backward begins: (resident, saved per microbatch in
-        flight)."""
-        device = self._costs.facts.cluster.device
-        states = segments.resident_bytes(plan, device, state_bytes=self._state_bytes(plan))
-        resident = spans(states) + np.pad(segments.work_bytes(plan), (1, 0))[None, :]
-        received = segments.border_activations[:, None]
-        sent = segments.border_activations[None, :]
-        if segments.stack.states is None:
-            resident += _in_round(plan) * (received + segments.border_gradients[None, :])
-        saved = between_bytes(spans(segments.saved), received, sent, plan, segments.stack)
-        saved += spans(segments.cast) * (not plan.data_parallel.is_sharded)
-        return resident, saved
+        return np.array([known[payload] for payload in sent])
 
     def _state_bytes(self, plan: Plan) -> float:
         """Bytes of optimizer states for one rank's part of the whole model."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 
 from engines.legality.problem import Problem
 from engines.plan import Plan, Schedule
 from profiles.errors import near_misses
 from profiles.machine.cluster import ClusterProfile
-from profiles.model.flow import GLUE, LOSS, Flow
+from profiles.model.flow import Flow
 from profiles.model.profile import ModelProfile
 
 _ONE_STAGE = (Schedule.NAIVE, Schedule.GPIPE, Schedule.ONE_F_ONE_B)
@@ -35,8 +35,7 @@ def pipeline(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
 
 def _borders(plan: Plan, flow: Flow) -> Iterator[Problem]:
     """Names of units, in the order of their first calls, as many as the schedule has borders."""
-    callable_units = [c.unit for c in flow.calls if c.unit not in (GLUE, LOSS)]
-    order = list(dict.fromkeys(callable_units))
+    order = flow.order
     unknown = [name for name in plan.stages if name not in order]
     for name in unknown:
         yield Problem(
@@ -46,12 +45,12 @@ def _borders(plan: Plan, flow: Flow) -> Iterator[Problem]:
         )
     if unknown:
         return
-    positions = [order.index(name) for name in plan.stages]
+    positions = [order[name] for name in plan.stages]
     if positions and positions[0] == 0:
         yield Problem(
             rule="stage-empty",
             what=f"`{plan.stages[0]}` is the first unit: stage 0 would have nothing to do",
-            hint=f"begin stage 1 later: {_listed(order[1:])}",
+            hint=f"begin stage 1 later: {_listed(order, after=1)}",
         )
     for (before, one), (after, other) in pairwise(zip(positions, plan.stages, strict=True)):
         if after <= before:
@@ -63,7 +62,7 @@ def _borders(plan: Plan, flow: Flow) -> Iterator[Problem]:
     yield from _count(plan, order)
 
 
-def _instead(name: str, order: list[str]) -> str:
+def _instead(name: str, order: Collection[str]) -> str:
     """Units to begin a stage with in place of `name`."""
     around = next((unit for unit in order if name.startswith(f"{unit}.")), None)
     if around is not None:
@@ -75,7 +74,7 @@ def _instead(name: str, order: list[str]) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"units: {_listed(order)}"
 
 
-def _count(plan: Plan, order: list[str]) -> Iterator[Problem]:
+def _count(plan: Plan, order: Collection[str]) -> Iterator[Problem]:
     count, pp = len(plan.stages) + 1, plan.pp
     if len(order) < pp:
         yield Problem(
@@ -95,7 +94,7 @@ def _count(plan: Plan, order: list[str]) -> Iterator[Problem]:
             rule="stage-count",
             what=f"schedule={plan.schedule} has one stage a rank: pp={pp} needs {pp - 1} borders,"
             f" `stages` names {count - 1}",
-            hint=f"name {pp - 1} of {_listed(order[1:])}",
+            hint=f"name {pp - 1} of {_listed(order, after=1)}",
         )
     elif count % pp or count < pp:
         yield Problem(
@@ -151,5 +150,7 @@ def schedule_problems(plan: Plan) -> Iterator[Problem]:
             return
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+def _listed(names: Collection[str], *, after: int = 0) -> str:
+    """Some of `names`, without the first `after`."""
+    shown = list(names)[after:]
+    return ", ".join(shown[:6]) + (", ..." if len(shown) > 6 else "")

@@ -128,6 +128,8 @@ def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
     """
     if not plan.data_parallel.is_sharded or numerics(plan, model) is Numerics.AS_BUILT:
         return
+    if len(model.trained_dtypes) < 2:
+        return
     separate = model.shard_units()
     names = {unit.name for unit in separate}
     root = [unit for unit in model.units if unit.name not in names]

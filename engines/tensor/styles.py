@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Self
 
 from pydantic import PositiveInt
@@ -150,6 +151,7 @@ def _pattern(name: str, blocks: Collection[str] | None) -> str:
     return without_numbers(block) + name[len(block) :]
 
 
+@lru_cache(maxsize=2**16)
 def without_numbers(name: str) -> str:
     """The pattern of a path: `*` for every number in it."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

@@ -137,7 +137,7 @@ def _chain(flow: Flow, blocks: Sequence[str]) -> Iterator[tuple[str, str]]:
     gradient may take a sum of them.
     """
     counts = Counter(call.unit for call in flow.calls)
-    number = {b: n for b in blocks if counts[b] == 1 and (n := flow.first_call(b)) is not None}
+    number = {block: flow.first_calls[block] for block in blocks if counts[block] == 1}
     block_of = {n: block for block, n in number.items()}
     taken: dict[int, list[Value]] = {}
     takers: dict[tuple[int, int], list[int]] = {}

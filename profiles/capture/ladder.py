@@ -94,7 +94,7 @@ def trace(subject: TracedModel, numerics: Sequence[Numerics], *, every_block: bo
             continue
         except AdvisorError:
             raise
-        except Exception as error:  # of hooks that a module does not take, say
+        except Exception as error:  # of the model's code: of hooks that a module does not take, say
             log.info("looking at %s fails: %r", source, error)
             others.append(ValueRead(unit=GLUE, line=model_line(error), operation=summary(error)))
             continue
@@ -270,7 +270,7 @@ def _require_runs(subject: TracedModel, failures: Sequence[CannotFollow]) -> Non
             output = call_model(model, batch, has_target=subject.loss_fn is not None)
             if subject.loss_fn is not None:
                 loss_of(output, batch, subject.loss_fn)
-        except Exception:
+        except Exception:  # of the model's code, which may raise anything
             raise suspects[0] from None
 
 

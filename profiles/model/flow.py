@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import NonNegativeInt
 
@@ -13,6 +14,8 @@ from profiles.record import Record
 
 if TYPE_CHECKING:
     import networkx as nx
+    import numpy as np
+    from numpy.typing import NDArray
 
 GLUE = "(glue)"
 """The pseudo-unit of operations that run outside every unit: residual sums, views, masks."""
@@ -73,6 +76,14 @@ class Edge(Record):
     target: NonNegativeInt
 
 
+class TakenLater(NamedTuple):
+    """Tensors that later calls take: (call, value), the call, and the last one that takes it."""
+
+    keys: list[tuple[int, int]]
+    made: NDArray[np.int64]
+    taken: NDArray[np.int64]
+
+
 class Flow(Record):
     """Calls in forward order, and edges from earlier to later ones.
 
@@ -95,15 +106,29 @@ class Flow(Record):
         changing = {call.unit for call in self.calls if call.changes_others}
         return frozenset(changing | {unit for unit, caller in self.inside if caller in changing})
 
-    @property
+    @cached_property
     def hidden(self) -> tuple[tuple[int, int], ...]:
         """(source, target): calls that take what an earlier one left behind. No cut fits."""
         pairs = {(e.source, e.target) for e in self.edges if not self.value(e).is_returned}
         return tuple(sorted(pairs))
 
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Units in the order of their first calls, numbered, without glue and loss."""
+        units = dict.fromkeys(c.unit for c in self.calls if c.unit not in (GLUE, LOSS))
+        return {unit: number for number, unit in enumerate(units)}
+
     def first_call(self, unit: str) -> int | None:
         """Number of the first call of `unit`; None if it is not called by itself."""
-        return next((n for n, call in enumerate(self.calls) if call.unit == unit), None)
+        return self.first_calls.get(unit)
+
+    @cached_property
+    def first_calls(self) -> dict[str, int]:
+        """Numbers of the first calls, in their order."""
+        numbers: dict[str, int] = {}
+        for number, call in enumerate(self.calls):
+            numbers.setdefault(call.unit, number)
+        return numbers
 
     def crossing(self, position: int) -> tuple[Value, ...]:
         """Values that cross a cut before call `position`: each once, however many calls take it.
@@ -116,14 +141,22 @@ class Flow(Record):
 
     def crossing_keys(self, position: int) -> tuple[tuple[int, int], ...]:
         """(call, value) of each tensor in `crossing`, in the same order."""
-        keys = {
-            (edge.source, edge.value)
-            for edge in self.edges
-            if edge.source < position <= edge.target
-            and self.calls[edge.source].unit != GLUE
-            and self.value(edge).depends_on_parameters
-        }
-        return tuple(sorted(keys))
+        keys, made, taken = self.carried
+        return tuple(keys[n] for n in ((made < position) & (position <= taken)).nonzero()[0])
+
+    @cached_property
+    def carried(self) -> TakenLater:
+        """Tensors that `crossing_keys` selects from."""
+        import numpy as np
+
+        last: dict[tuple[int, int], int] = {}
+        for edge in self.edges:
+            key = edge.source, edge.value
+            if self.calls[edge.source].unit != GLUE and self.value(edge).depends_on_parameters:
+                last[key] = max(edge.target, last.get(key, 0))
+        keys = sorted(last)
+        made, taken = [source for source, _ in keys], [last[key] for key in keys]
+        return TakenLater(keys, np.array(made, dtype=np.int64), np.array(taken, dtype=np.int64))
 
     def called_again(self) -> tuple[str, ...]:
         """Units with more than one call, in the order of their first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -214,23 +215,23 @@ class ModelProfile(Document):
     source: CaptureSource = CaptureSource.FAKE
     reads: tuple[ValueRead, ...] = ()
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return sum(unit.parameters for unit in self.units)
 
-    @property
+    @cached_property
     def trainable_parameters(self) -> int:
         return sum(unit.trainable_parameters for unit in self.units)
 
-    @property
+    @cached_property
     def parameter_bytes(self) -> int:
         return sum(unit.parameter_bytes for unit in self.units)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         return sum(unit.gradient_bytes for unit in self.units)
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         return sum(unit.buffer_bytes for unit in self.units)
 
@@ -263,6 +264,11 @@ class ModelProfile(Document):
             read.unit in callers for read in self.reads
         )
 
+    @cached_property
+    def trained_dtypes(self) -> frozenset[str]:
+        """Dtypes of trained parameters."""
+        return frozenset(d for unit in self.units for d in unit.trained_dtypes or unit.dtypes)
+
     def blocks(self) -> Iterator[UnitProfile]:
         """The repeated blocks, in call order."""
         return (unit for unit in self.units if unit.is_block)
@@ -274,6 +280,11 @@ class ModelProfile(Document):
         form the root group, which stays gathered from the first forward to the last backward. It
         is all of them where ranks may call different units: a gather needs every rank.
         """
+        return self.separate_units
+
+    @cached_property
+    def separate_units(self) -> tuple[UnitProfile, ...]:
+        """See `shard_units`."""
         if self.may_skip_units:
             return ()
         smallest = self.largest_unit.parameter_bytes * SMALLEST_SHARD_FRACTION

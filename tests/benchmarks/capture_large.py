@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from profiles.units import MIB
 
@@ -32,7 +33,8 @@ def main() -> None:
         subprocess.run(command, check=True, timeout=LIMIT_S)
 
 
-def one(name: str) -> None:
+def captured(name: str) -> Callable[[], str]:
+    """Captures the model of that name, which is built here; says what it has."""
     import torch
     import transformers
 
@@ -49,17 +51,26 @@ def one(name: str) -> None:
         max_position_embeddings=8192,
         use_cache=False,
     )
-    start = time.perf_counter()
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     ids = torch.zeros(1, 4096, dtype=torch.long)
+
+    def piece() -> str:
+        profile = capture(model, {"input_ids": ids, "labels": ids})
+        return f"{profile.parameters / 1e9:9.1f} B {profile.flop(1):10.3g}"
+
+    return piece
+
+
+def one(name: str) -> None:
+    start = time.perf_counter()
+    piece = captured(name)
     built = time.perf_counter()
-    profile = capture(model, {"input_ids": ids, "labels": ids})
+    about = piece()
     end = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(
-        f"{name:6} {profile.parameters / 1e9:9.1f} B {profile.flop(1):10.3g}"
-        f" {built - start:5.1f} s {end - built:6.1f} s {peak / MIB:5.0f} MiB",
+        f"{name:6} {about} {built - start:5.1f} s {end - built:6.1f} s {peak / MIB:5.0f} MiB",
         flush=True,
     )
 

@@ -1,7 +1,8 @@
 """Planning times: `python -m tests.benchmarks.planning_time`, two tables.
 
 Not a test: nothing here passes or fails. The first table is of whole processes of `advise`, from
-start to end: CPU seconds, seconds until the first line is on the screen (a terminal), and memory.
+start to end, for the twenty models of `known_configs`: CPU seconds, seconds until the first line is
+on the screen (a terminal), and memory.
 The second is of decisions alone, on one core, with the comparison of every kind of plan: models are
 counted from their config.json in closed form, which is not part of these times.
 """
@@ -14,6 +15,7 @@ import pty
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,48 +27,9 @@ from profiles.closed_forms.families import profile_from_config
 from profiles.machine.clusters import resolve_cluster
 from profiles.model.profile import ModelProfile, Numerics
 from profiles.workload.workload import Workload
+from tests.benchmarks.known_configs import KNOWN, LLAMA_70B, LLAMA_405B, Config
 
-# Llama 3 (arXiv:2407.21783, table 3).
-LLAMA_70B = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
-LLAMA_405B = {
-    **LLAMA_70B,
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-}
-# arXiv:2412.19437, section 4.2.
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 8,
-    "topk_group": 4,
-    "vocab_size": 129280,
-    "max_position_embeddings": 163840,
-}
+LIMIT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +38,29 @@ class Process:
 
     name: str
     options: str
-    config: dict[str, object] | None = None
+    config: Config | None = None
 
 
+HELP = "--help"
 PROCESSES = (
-    Process("--help", "--help"),
-    Process(
-        "405B on 1,024 H100",
-        "--cluster 128x8xH100-SXM-80GB --global-batch 2048 --seq 8192 --precision bf16",
-        dict(LLAMA_405B),
-    ),
-    Process(
-        "DeepSeek-V3 on 2,048 H800",
-        "--cluster 256x8xH800-SXM-80GB --global-batch 15360 --seq 4096 --precision bf16",
-        dict(DEEPSEEK_V3),
-    ),
+    Process(HELP, HELP),
+    *(Process(known.name, known.options, known.config) for known in KNOWN),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """By one process, from its start to its end.
+
+    Attributes:
+        first_line_s: until it said something on its terminal.
+        peak_mib: the most main memory that it had.
+    """
+
+    cpu_s: float
+    seconds: float
+    first_line_s: float
+    peak_mib: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +68,16 @@ class Case:
     """A model on so many nodes of eight H100, and samples of 8,192 tokens a step."""
 
     name: str
-    config: dict[str, object]
+    config: Config
     nodes: int
     batch: int
 
 
 CASES = (
-    Case("70B", dict(LLAMA_70B), 8, 512),
-    Case("405B", dict(LLAMA_405B), 128, 2048),
-    Case("405B", dict(LLAMA_405B), 2048, 2048),
-    Case("405B", dict(LLAMA_405B), 2048, 16384),
+    Case("70B", LLAMA_70B, 8, 512),
+    Case("405B", LLAMA_405B, 128, 2048),
+    Case("405B", LLAMA_405B, 2048, 2048),
+    Case("405B", LLAMA_405B, 2048, 16384),
 )
 
 
@@ -118,41 +88,62 @@ def profile(case: Case) -> ModelProfile:
     )
 
 
-def processes() -> None:
-    print(f"{'process':26} {'CPU s':>6} {'wall s':>6} {'first line s':>12} {'MB':>6}")
+def used_by(process: Process, *, limit_s: float = LIMIT_S) -> Used:
+    """Run it with a terminal for stderr, or for stdout where nothing is said on stderr.
+
+    Raises:
+        RuntimeError: it did not end within `limit_s`, or not with exit code 0.
+    """
+    words = process.options.split()
     with tempfile.TemporaryDirectory() as folder:
-        for process in PROCESSES:
-            words = process.options.split()
-            if process.config is not None:
-                path = Path(folder, "model.json")
-                path.write_text(json.dumps(process.config))
-                words = [str(path), *words]
-            _print_process(process.name, [sys.executable, "-m", "advisor", *words])
+        if process.config is not None:
+            path = Path(folder, "model.json")
+            path.write_text(json.dumps(process.config))
+            words = [str(path), *words]
+        return _used_by([sys.executable, "-m", "advisor", *words], limit_s)
 
 
-def _print_process(name: str, command: list[str]) -> None:
-    """Run it with a terminal for stderr, or for stdout where nothing is said on stderr."""
+def _used_by(command: list[str], limit_s: float) -> Used:
     screen, end = pty.openpty()
     start = time.perf_counter()
-    is_help = command[-1] == "--help"
-    streams = {"stdout": end if is_help else subprocess.DEVNULL, "stderr": end}
+    streams = {"stdout": end if command[-1] == HELP else subprocess.DEVNULL, "stderr": end}
     run = subprocess.Popen(command, **streams)  # type: ignore[call-overload]
     os.close(end)
-    first = 0.0
-    while True:
-        try:
-            said = os.read(screen, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not said:
-            break
-        first = first or time.perf_counter() - start
-    os.close(screen)
-    _, status, used = os.wait4(run.pid, 0)
-    wall = time.perf_counter() - start
+    killer = threading.Timer(limit_s, run.kill)
+    killer.start()
+    first, said = 0.0, b""
+    try:
+        while part := _read(screen):
+            first = first or time.perf_counter() - start
+            said += part
+        _, status, used = os.wait4(run.pid, 0)
+    finally:
+        killer.cancel()
+        os.close(screen)
+    seconds = time.perf_counter() - start
     run.returncode = os.waitstatus_to_exitcode(status)
-    cpu = used.ru_utime + used.ru_stime
-    print(f"{name:26} {cpu:6.2f} {wall:6.2f} {first:12.2f} {used.ru_maxrss / 1024:6.0f}")
+    if run.returncode:
+        lines = said.decode(errors="replace").strip().splitlines() or ["nothing"]
+        raise RuntimeError(f"exit code {run.returncode} after {seconds:.0f} s: {lines[-1]}")
+    return Used(used.ru_utime + used.ru_stime, seconds, first, used.ru_maxrss / 1024)
+
+
+def _read(screen: int) -> bytes:
+    try:
+        return os.read(screen, 4096)
+    except OSError:  # the other end is closed
+        return b""
+
+
+def processes() -> None:
+    print(f"{'process':18} {'CPU s':>6} {'wall s':>6} {'first line s':>12} {'MiB':>6}")
+    for process in PROCESSES:
+        used = used_by(process)
+        print(
+            f"{process.name:18} {used.cpu_s:6.2f} {used.seconds:6.2f} {used.first_line_s:12.2f}"
+            f" {used.peak_mib:6.0f}",
+            flush=True,
+        )
 
 
 def main() -> None:

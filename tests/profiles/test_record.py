@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from profiles.errors import FileError, InputError, UnknownNameError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import cluster_from_name
-from profiles.record import read_text, require_writable, write_text
+from profiles.record import Record, read_text, require_writable, write_text
 
 
 @pytest.fixture
@@ -129,3 +130,19 @@ def test_a_written_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     write_text(tmp_path / "ours", "x")
     (tmp_path / "theirs").write_text("x")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "theirs").stat().st_mode
+
+
+class Sum(Record):
+    numbers: tuple[int, ...]
+
+    @cached_property
+    def total(self) -> int:
+        return sum(self.numbers)
+
+
+def test_a_changed_copy_has_nothing_that_followed_from_the_old_fields() -> None:
+    before = Sum(numbers=(1, 2))
+    assert before.total == 3
+    assert before.model_copy(update={"numbers": (5,)}).total == 5
+    assert before == Sum(numbers=(1, 2))
+    assert before.model_dump() == {"numbers": (1, 2)}

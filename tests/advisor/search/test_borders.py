@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from advisor.cost import CostModel
 from advisor.decide.candidates import searched
 from advisor.inputs.policy import Policy
-from advisor.search.borders import cut, largest, spans
+from advisor.search.borders import Matrix, Places, cut, largest, refined, spans
 from advisor.search.cache import SearchCache
 from advisor.search.ranking import Candidate
 from engines.plan import PartialPlan, Recompute, Schedule
@@ -118,6 +118,27 @@ def test_a_hundred_and_twenty_six_blocks_on_sixteen_stages_take_few_passes() -> 
     )
     assert calls < 16 * 20
     assert best.seconds == pytest.approx(8.1)
+
+
+@pytest.mark.parametrize(("stages", "slowest"), [(4, 251), (16, 63), (150, 8)])
+def test_many_segments_are_cut_in_passes_that_see_few_places(stages: int, slowest: float) -> None:
+    """A thousand equal blocks and a head as slow as two: the slowest stage has its share of 1,002,
+    rounded up; one block more on 150 stages (6.7)."""
+    took = [1.0] * 1000 + [2.0]
+    most = 0
+
+    def entries(rows: Places, columns: Places) -> tuple[Matrix, Matrix, Matrix]:
+        nonlocal most
+        most = max(most, len(rows) * len(columns))
+        seconds = spans(took, rows, columns)
+        return seconds, 0 * seconds, 0 * seconds
+
+    best = refined(len(took), entries, in_flight=[1] * stages, usable_bytes=1.0)
+    assert best.seconds <= slowest
+    assert len(best.starts) == stages - 1
+    assert most < 300 * 300
+    ends = [0, *best.starts, len(took)]
+    assert max(sum(took[i:j]) for i, j in pairwise(ends)) == best.seconds
 
 
 def wide_in_the_middle() -> ModelProfile:
