@@ -282,7 +282,7 @@ class Columns:
     def _has_other_aggregation(self) -> bool:
         """Return True if gradients are compressed, or not reduced by the backend: no bound is known
         then."""
-        return bool({"aggregation", "compression"} & set(self.space.common))
+        return self.space.common.fixes("aggregation", "compression")
 
     def send_s(self, payload_bytes: Callable[[Microbatch], float]) -> Floats:
         """Seconds to send a payload from one stage to the next."""

@@ -63,6 +63,18 @@ def test_a_hierarchy_is_taken_where_the_backend_sends_more_between_nodes() -> No
     assert "DDP over 4, hierarchical sums" in str(decision)
 
 
+@pytest.mark.parametrize(
+    "fixed",
+    [{"aggregation": "hierarchical"}, {"compression": "bf16"}],
+    ids=lambda fixed: str(fixed),
+)
+def test_what_sends_less_is_planned_where_it_is_fixed(fixed: dict[str, str]) -> None:
+    """The backend's ring, which takes longer, is no bound of such plans."""
+    decision = decided(slow(is_ring=True), Policy(), dp_replicate=4, **fixed)
+    assert decision.estimate == estimate(decision.plan, decision.facts)
+    assert str(decision.plan).endswith(" ".join(f"{k}={v}" for k, v in fixed.items()))
+
+
 def test_the_backend_is_kept_where_nothing_is_faster() -> None:
     cluster = gpus(2, 2, inter_bytes_per_s=12.5e6)  # NCCL's trees send a tensor once
     assert decided(cluster, Policy()).plan.aggregation is Aggregation.BACKEND
