@@ -20,53 +20,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from advisor.auto.facts_from_module import facts_from_module
 from advisor.cost import CostModel
-from advisor.decide.choose import choose
-from advisor.decide.decide import decide
-from advisor.decide.offload import with_disk
-from advisor.decide.tree import TreeTrace, in_leaf
-from advisor.inputs.facts import Facts
-from advisor.search.legal import Styles
-from engines.apply import apply_plan
-from engines.data.loader import split_rows_evenly
-from engines.parallel import ParallelModel
-from engines.plan import DataParallel, Plan
+from engines.plan import Plan
 from engines.runtime.failures import close_all_connections
 from engines.runtime.world import World, join_world, largest_over_ranks, texts_of_ranks
-from engines.tensor.proposal import propose_styles
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import split_rows
-from profiles.capture.batch_tree import batch_tensors
-from profiles.errors import AdvisorError, PlanError, RankError, ShortageError
+from profiles.errors import AdvisorError, RankError, ShortageError
 from profiles.machine.bench import bench
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe
 from profiles.torch_compat import every_group
-from tests.contract.watch import LiveBytes, gradients, local, optimizer_states
-from tests.regret.cases import CASES, MIB, Case, limited
-from tests.regret.models import adam
-from tests.regret.picked import MOST, plans_of
+from tests.regret.cases import CASES, MIB, Case
+from tests.regret.decided import SEED, decided, facts_of, is_in_leaf
+from tests.regret.finals import finalists, with_finals
+from tests.regret.live import Live
+from tests.regret.picked import MOST
 from tests.regret.report import Result, Row
 
 BENCH_S = 12.0
 PATIENCE_S = 240.0
 """For another rank; the first one decides while the others wait."""
-SEED = 18
-MOST_STEPS = 6
-"""In one go."""
 HOPELESS = 3.0
 """A plan whose first step takes so many times the best one's is not timed again."""
-FINAL_RATIO = 1.6
-"""Plans in the finals are so much slower than the best at most."""
-FINAL_STATES_BYTES = 6 * 2**30
-"""Of all finalists on all ranks."""
 RESTART = 3
 """Exit status of ranks that a plan broke."""
 
@@ -90,22 +69,6 @@ class Effort:
     steps_s: float = 0.7
     finalists: int = 12
     rounds: int = 4
-
-
-class Limit(LiveBytes):
-    """`LiveBytes` that fails an operation, as torch's CPU allocator does, beyond `limit_bytes`."""
-
-    def __init__(self, before: list[Tensor], limit_bytes: float) -> None:
-        super().__init__(before)
-        self._limit_bytes = limit_bytes
-
-    def after(self, func: Any, args: tuple[Any, ...], result: object) -> None:
-        super().after(func, args, result)
-        if self.peak_bytes > self._limit_bytes:
-            raise RuntimeError(
-                "[enforce fail at alloc_cpu.cpp:128] err == 0. DefaultCPUAllocator: can't allocate"
-                f" memory: {self.peak_bytes} bytes of {self._limit_bytes:.0f}. Error code 12"
-            )
 
 
 def measure(
@@ -182,74 +145,14 @@ class _Run:
     def _screened(self, text: str) -> Row:
         plan = Plan.parse(text)
         limit = self.result.limit_bytes if text == self.result.plans[0] else float("inf")
-        parallel, batch = self._built(plan)
-        peak = self._peak_bytes(parallel, batch, limit)
+        live = self._built(plan)
+        peak = live.peak_bytes(limit)
         best = min((row.step_s for row in self.result.rows), default=float("inf"))
-        seconds = self._steps(parallel, batch, enough_s=HOPELESS * best)
+        seconds = live.steps(min(self._effort.steps_s, HOPELESS * best))
         return self._row(plan, tuple(seconds), peak)
 
-    def _built(self, plan: Plan) -> tuple[ParallelModel, Batch]:
-        """The model under a plan, and this rank's part of the batch."""
-        subject, facts = self._case.subject, self._facts
-        torch.manual_seed(1)
-        parallel = apply_plan(
-            subject.build(),
-            plan,
-            profile=facts.model,
-            cluster=facts.cluster,
-            loss_fn=subject.loss_fn,
-            optimizer=adam,
-            sample=_sample(self._case),
-            world=self._world,
-            offload_folder=self._path.parent,
-        )
-        replicas = parallel.data_world_size
-        parts = split_rows(
-            subject.batch(self._case.rows), split_rows_evenly(self._case.rows, replicas)
-        )
-        return parallel, parts[parallel.data_rank]
-
-    def _peak_bytes(self, parallel: ParallelModel, batch: Batch, limit: float) -> float:
-        """Most bytes of tensors on any rank in a step, after one that makes lasting ones."""
-        plan, reduced = parallel.plan, []
-        hook = parallel.optimizer.register_step_pre_hook(
-            lambda *_: reduced.extend(gradients(parallel))
-        )
-        parallel.train_step(batch)
-        hook.remove()
-        # DDP's buckets are made in C++; gradients are views of them, and they stay between steps.
-        buckets = reduced if plan.data_parallel is DataParallel.REPLICATE else []
-        lasting = [*parallel.parameters(), *parallel.module.buffers()]
-        watched = Limit(
-            [
-                *map(local, lasting),
-                *optimizer_states(parallel),
-                *buckets,
-                *batch_tensors(batch),
-            ],
-            limit,
-        )
-        del buckets, lasting
-        reduced.clear()
-        with watched:
-            parallel.train_step(batch)
-        return largest_over_ranks([float(watched.peak_bytes)], self._world)[0]
-
-    def _steps(
-        self, parallel: ParallelModel, batch: Batch, *, enough_s: float = float("inf")
-    ) -> list[float]:
-        """Seconds of some steps; of one, if it takes `enough_s`."""
-        seconds = [self._timed(parallel, batch)]
-        most_s = min(self._effort.steps_s, enough_s)
-        while len(seconds) < MOST_STEPS and sum(seconds) < most_s:
-            seconds.append(self._timed(parallel, batch))
-        return seconds
-
-    def _timed(self, parallel: ParallelModel, batch: Batch) -> float:
-        """Seconds of a step on the slowest rank; all begin it at once."""
-        began = time.perf_counter()
-        parallel.train_step(batch)
-        return largest_over_ranks([time.perf_counter() - began], self._world)[0]
+    def _built(self, plan: Plan) -> Live:
+        return Live.built(plan, self._case, self._facts, self._world, self._path.parent)
 
     def _row(self, plan: Plan, seconds: tuple[float, ...], peak_bytes: float) -> Row:
         cost = self._costs.estimate(plan)
@@ -260,75 +163,37 @@ class _Run:
             predicted_s=cost.step_s,
             predicted_peak_bytes=cost.peak_bytes,
             predicted_high_bytes=cost.peak_high_bytes,
-            in_leaf=self._in_leaf(plan),
+            in_leaf=is_in_leaf(plan, self.result),
         )
 
     # Finals
 
     def _finals(self) -> None:
-        names = self._finalists()
-        live: list[tuple[str, ParallelModel, Batch]] = []
-        for name in names:
+        live: list[tuple[str, Live]] = []
+        for name in finalists(self.result, self._costs, most=self._effort.finalists):
             built = self._attempt(name, lambda name=name: self._warm(name))
             if built is not None:
-                live.append((name, *built))
-        seconds: dict[int, list[float]] = {place: [] for place in range(len(live))}
+                live.append((name, built))
+        seconds: list[list[float]] = [[] for _ in live]
         order = random.Random(SEED)
         for turn in range(self._effort.rounds):
             if turn and self._is_late(1.0):
                 break
             for place in order.sample(range(len(live)), len(live)):
-                name, parallel, batch = live[place]
-                took = self._attempt(name, lambda p=parallel, b=batch: self._turn(p, b))
-                seconds[place] += took or []
-        self._keep(live, seconds)
+                name, plan = live[place]
+                seconds[place] += self._attempt(name, lambda plan=plan: self._turn(plan)) or []
+        result = with_finals(self.result, [name for name, _ in live], seconds)
+        self._save(rows=result.rows, again=result.again)
 
-    def _finalists(self) -> list[str]:
-        """The chosen plan, the fastest that fit, and the chosen one again."""
-        result = self.result
-        fitting = [row for row in result.rows if row.peak_bytes <= result.limit_bytes]
-        fitting.sort(key=lambda row: row.step_s)
-        if not fitting or result.chosen is None or result.failed_for_memory:
-            return []
-        chosen = result.chosen.plan
-        names, nbytes = [chosen], 2 * self._states_bytes(chosen)
-        for row in fitting:
-            nbytes += self._states_bytes(row.plan)
-            is_slow = row.step_s > FINAL_RATIO * fitting[0].step_s
-            if row.plan == chosen or is_slow:
-                continue
-            if len(names) == self._effort.finalists or nbytes > FINAL_STATES_BYTES:
-                break
-            names.append(row.plan)
-        return [*names, chosen]
+    def _warm(self, text: str) -> Live:
+        live = self._built(Plan.parse(text))
+        live.parallel.train_step(live.batch)
+        return live
 
-    def _states_bytes(self, text: str) -> float:
-        return self._costs.estimate(Plan.parse(text)).states_bytes * self._world.size
-
-    def _warm(self, text: str) -> tuple[ParallelModel, Batch]:
-        parallel, batch = self._built(Plan.parse(text))
-        parallel.train_step(batch)
-        return parallel, batch
-
-    def _turn(self, parallel: ParallelModel, batch: Batch) -> list[float]:
+    def _turn(self, live: Live) -> list[float]:
         """Some steps, after one that brings the plan's tensors back into caches."""
-        self._timed(parallel, batch)
-        return self._steps(parallel, batch)
-
-    def _keep(
-        self, live: list[tuple[str, ParallelModel, Batch]], seconds: dict[int, list[float]]
-    ) -> None:
-        if not live:
-            return
-        again = len(live) - 1
-        final = {name: seconds[place] for place, (name, *_) in enumerate(live) if place != again}
-        rows = [
-            row.model_copy(update={"seconds": tuple(final[row.plan]), "is_final": True})
-            if final.get(row.plan)
-            else row
-            for row in self.result.rows
-        ]
-        self._save(rows=tuple(rows), again=tuple(seconds[again]))
+        live.timed()
+        return live.steps(self._effort.steps_s)
 
     # Failing, saying, saving
 
@@ -380,17 +245,6 @@ class _Run:
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
 
-    def _in_leaf(self, plan: Plan) -> bool:
-        trace = TreeTrace(
-            steps=(),
-            leaf=self.result.leaf,
-            advice="",
-            families=self.result.families,
-            not_weighed=(),
-            devices_per_node=self.result.cluster.devices_per_node,
-        )
-        return in_leaf(plan, trace)
-
     def _is_late(self, share: float) -> bool:
         """True on all ranks if this share of the time is over on one of them."""
         passed = time.monotonic() - self._began
@@ -407,67 +261,6 @@ class _Run:
         self.result = self.result.model_copy(update={**update, "took_s": round(took, 1)})
         if self._world.rank == 0:
             self.result.save(self._path)
-
-
-def decided(case: Case, cluster: ClusterProfile, *, most: int) -> Result:
-    """The decision for a case on `cluster`, and the plans to run."""
-    roomy = limited(cluster, cluster.device.memory_bytes.value)
-    if case.leaf == "offload":
-        roomy = with_disk(roomy, Path.cwd())
-    nbytes = case.budget.nbytes(facts_of(case, roomy))
-    facts = facts_of(case, limited(roomy, nbytes))
-    styles = proved_styles(case, facts)
-    decision = choose(facts, styles=styles)
-    choice = decide(facts, styles=styles, compares=True)
-    plans, legal = plans_of(decision, choice, styles=styles, seed=SEED, most=most)
-    return Result(
-        name=case.name,
-        cluster=facts.cluster,
-        leaf=decision.trace.leaf,
-        families=decision.trace.families,
-        dissent=decision.dissent,
-        plans=tuple(map(str, plans)),
-        legal=legal,
-    )
-
-
-def facts_of(case: Case, cluster: ClusterProfile) -> Facts:
-    """The case's training on these machines."""
-    subject = case.subject
-    torch.manual_seed(1)
-    return facts_from_module(
-        subject.build(),
-        _sample(case),
-        loss_fn=subject.loss_fn,
-        cluster=cluster,
-        global_batch_size=case.rows,
-        optimizer=adam,
-    )
-
-
-def _sample(case: Case) -> Batch:
-    return case.subject.batch(max(2, case.rows // case.ranks))
-
-
-def proved_styles(case: Case, facts: Facts) -> Styles:
-    """Splits of layers as `auto_parallelize` would prove them, by tp degree."""
-    known: dict[int, tuple[tuple[str, str], ...]] = {}
-
-    def styles(tp: int) -> tuple[tuple[str, str], ...]:
-        if tp not in known:
-            try:
-                known[tp] = propose_styles(
-                    case.subject.build(),
-                    _sample(case),
-                    size=tp,
-                    profile=facts.model,
-                    has_target=case.subject.loss_fn is not None,
-                ).styles
-            except PlanError:
-                known[tp] = ()
-        return known[tp]
-
-    return styles
 
 
 def _short(text: str) -> str:

@@ -7,7 +7,7 @@ from advisor.decide.choose import choose
 from advisor.decide.tree import in_leaf
 from engines.plan import Plan
 from tests.regret.cases import CASES
-from tests.regret.ranks import facts_of, proved_styles
+from tests.regret.decided import facts_of, proved_styles
 from tests.regret.report import Report, Result
 
 

@@ -12,7 +12,8 @@ from tests.engines.cases import CASES as SUBJECTS
 from tests.engines.cases import Case as Subject
 from tests.engines.cases import cpu_ranks
 from tests.regret.cases import Budget, Case
-from tests.regret.ranks import Effort, decided, measure
+from tests.regret.decided import decided
+from tests.regret.ranks import Effort, measure
 from tests.regret.report import Report, Result, Row, table
 from tests.workers import Pool
 
