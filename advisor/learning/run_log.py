@@ -96,8 +96,9 @@ def pace_of(
 
 
 def fingerprint_of(model: ModelProfile) -> str:
-    """Fingerprint of a model, excluding its block times."""
-    plain = model.model_copy(update={"times": ()})
+    """Fingerprint of a model, excluding its block times and who named it: a script that trains it
+    and `advise train:build` mean the same one."""
+    plain = model.model_copy(update={"times": (), "name": "", "factory": None, "config": None})
     return fingerprint(plain.model_dump(mode="json"))
 
 

@@ -18,6 +18,7 @@ from advisor.learning.run_log import fingerprint_of
 from engines.plan import Plan
 from profiles.cache import cache_path, every, keep
 from profiles.errors import AdvisorError
+from profiles.provenance import Quantity, Source
 from profiles.record import Document
 from profiles.timing import runs
 from profiles.timing.runs import Machine
@@ -76,10 +77,10 @@ def below(facts: Facts, failed: Iterable[FailedPlan]) -> Facts:
     """Return `facts` under which none of the failed plans fits.
 
     The device has no more memory than the least that was not enough, and its context grows by what
-    the estimates of the failed plans lacked.
+    the estimates of the failed plans lacked. Notes of the cluster, which reports show, say so.
     """
     device = facts.cluster.device
-    memory, missing = device.memory_bytes, 0.0
+    memory, missing, notes = device.memory_bytes, 0.0, []
     for one in failed:
         try:
             predicted = estimate(Plan.parse(one.plan), facts).peak_bytes
@@ -88,16 +89,25 @@ def below(facts: Facts, failed: Iterable[FailedPlan]) -> Facts:
         missing = max(missing, one.needed_bytes - predicted)
         if one.needed_bytes < memory.value:
             origin = f"{one.plan} needed as much and failed, {one.ended_at[:10]}"
-            memory = memory.model_copy(update={"value": one.needed_bytes, "origin": origin})
+            memory = _seen(memory, one.needed_bytes, origin)
+            notes = [
+                f"`{one.plan}` ran out of memory here on {one.ended_at[:10]} when it needed"
+                f" {format_gib(one.needed_bytes)}: a device is taken to have no more"
+            ]
     context = device.context_bytes
     if missing > 0:
-        value = context.value + missing
-        error = context.relative_error * context.value / value
-        origin = f"with {format_gib(missing)} that plans which failed lacked"
-        update = {"value": value, "relative_error": error, "origin": origin}
-        context = context.model_copy(update=update)
-    if memory is device.memory_bytes and context is device.context_bytes:
+        lacked = f"{format_gib(missing)} that plans which failed here lacked"
+        context = _seen(context, context.value + missing, f"with {lacked}")
+        notes.append(f"processes are charged {lacked} in their estimates")
+    if not notes:
         return facts
     device = device.model_copy(update={"memory_bytes": memory, "context_bytes": context})
-    cluster = facts.cluster.model_copy(update={"device": device})
+    said = (*facts.cluster.notes, *notes)
+    cluster = facts.cluster.model_copy(update={"device": device, "notes": said})
     return facts.model_copy(update={"cluster": cluster})
+
+
+def _seen(quantity: Quantity, value: float, origin: str) -> Quantity:
+    """`value` as a failure showed it; in doubt are as many bytes as before."""
+    error = quantity.relative_error * quantity.value / value if value else 0.0
+    return Quantity(value=value, source=Source.MEASURED, relative_error=error, origin=origin)

@@ -78,6 +78,11 @@ HUNGRY = Case(Hungry, hungry_batch, F.cross_entropy)
 """A step of 16 rows saves 64 MiB, one of 8 rows half of that."""
 
 
+def build() -> tuple[nn.Module, tuple[Tensor, Tensor], object]:
+    """The factory that commands name: `tests.engines.hungry:build`."""
+    return HUNGRY.build(), hungry_batch(2), HUNGRY.loss_fn
+
+
 class TensorLimit(TorchDispatchMode):
     """Fails an operation as torch's CPU allocator does, if the tensors made inside take more than
     `limit_mib`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 
 from advisor import auto_parallelize
+from advisor.auto.facts_from_module import facts_from_module
 from advisor.auto.next_plan import NextPlans, lighter
+from advisor.cli.main import cli
 from advisor.cost import estimate
 from advisor.decide.choose import choose
 from advisor.inputs.facts import Facts
@@ -79,6 +83,28 @@ def test_a_failure_is_forgotten_after_a_month(
     ended_at = (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")
     keep_failed(failed.model_copy(update={"ended_at": ended_at}))
     assert bool(failed_here(facts)) == is_known
+
+
+def test_the_command_stays_below_what_failed_in_a_training_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory that a plan failed with is all there is, 5 % of it free."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("advisor.cli.options.resolve", lambda text, *, bench: cpu_ranks(1))
+    trained = facts_from_module(
+        HUNGRY.build(), hungry_batch(2), loss_fn=HUNGRY.loss_fn, cluster=cpu_ranks(1)
+    )
+    failed = failed_plan(Plan.parse("microbatch_size=32"), trained, needed_bytes=2 * GIB)
+    command = ["plan", "tests.engines.hungry:build", "--global-batch", "32"]
+    before = CliRunner().invoke(cli, command).stdout
+    keep_failed(failed)
+    after = CliRunner().invoke(cli, command).stdout
+    assert "of 3.80 usable" in before
+    assert "of 1.90 usable" in after
+    assert "ran out of memory here" not in before
+    assert "note: `microbatch_size=32` ran out of memory here" in after
+    assert re.search(r"plan +microbatch_size=32 +1 of", before)
+    assert not re.search(r"plan +microbatch_size=32 +1 of", after)
 
 
 def _train(short: int, folder: str) -> tuple[float, str, str, list[str]]:
