@@ -2,7 +2,7 @@
 # make test    the tests
 # make matrix  30 architectures under 15 plans against one process (MATRIX="--only T5 --plan zbv")
 # make zoo     model classes of transformers under four plans, hours (ZOO="--sample 200 --plan tp2")
-# make scorecard  published runs predicted, with and without their publisher; into the README
+# make scorecard  published runs predicted, with and without their publisher, into tests/README.md
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
 # make soak    trainings killed at random times, and saves at every file event (SOAK="--quick")
 # make regret  every legal plan of 24 cases timed, and our choice among them (REGRET="--quick")

@@ -1,4 +1,4 @@
-"""`make scorecard`: published rows predicted three ways, into scorecard.json and the README."""
+"""`make scorecard`: published rows predicted three ways, into scorecard.json and a README."""
 
 from __future__ import annotations
 

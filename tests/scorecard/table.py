@@ -1,4 +1,4 @@
-"""The scorecard as tables of the README, between its marks; the nested run first."""
+"""The scorecard as tables of the tests' README, between its marks; the nested run first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.scorecard.score import headline
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[1] / "README.md"
 NESTED = Path(__file__).with_name("nested.json")
 MARKED = re.compile(r"(<!-- scorecard: .*? -->\n).*?(<!-- end of scorecard -->)", re.DOTALL)
 WAYS = ("as they are", "left out", "unseen")
