@@ -14,6 +14,7 @@ from tests.peers.results import RESULTS as PEERS
 from tests.peers.results import Entry, Peers, Race, lead
 from tests.peers.scripts import OURS
 from tests.peers.table import rival_of
+from tests.regret.cases import CASES
 from tests.regret.report import REPORT as REGRET
 from tests.regret.report import WORST_REGRET, Report, Result
 from tests.trust.claim import Answer, Claim, listed, percent, spread
@@ -26,14 +27,15 @@ def _regret(report: Report) -> Answer | None:
     run, legal = sum(len(r.rows) for r in results), sum(r.legal for r in results)
     known = [result for result in results if math.isfinite(result.regret)]
     regrets = [result.regret for result in known] or [math.inf]
+    ranks = [result.correlation for result in results]
     worst = sorted(known, key=lambda r: (-(r.regret - r.noise), r.name))
     beyond = [each for each in worst if each.regret - each.noise > WORST_REGRET] or worst[:1]
     failed = [result.name for result in results if result not in known]
     return Answer(
-        f"{len(results)} cases, {run:,} of {legal:,} legal plans run: the chosen one takes"
-        f" {spread(regrets, percent)} longer than the best; two runs of one plan differ by"
-        f" {percent(median(r.noise for r in results))}; rank correlation of predicted and measured"
-        f" {spread([r.correlation for r in results], '{:.2f}'.format)}",
+        f"{len(results)} of {len(CASES)} cases, {run:,} of {legal:,} legal plans run: the chosen"
+        f" one takes {spread(regrets, percent)} longer than the best of them; two runs of one plan"
+        f" differ by {percent(median(r.noise for r in results))}; predicted and measured order"
+        f" agree by a rank correlation of {spread(ranks, '{:.2f}'.format)}",
         f"worst: {listed([_case(each) for each in beyond])}; picks that failed: {listed(failed)};"
         f" cases that could not be run: {listed(list(report.broken))}",
     )
