@@ -155,7 +155,7 @@ def laid_out(model: CostContext, plan: Plan) -> StageLayout:
         ties=model.stages.ties(plan, ends),
         in_round=1 if schedule is Schedule.NAIVE else plan.microbatches,
         rounds=rounds_of(plan),
-        whole=model.stages.whole_backwards(ends) if splits else frozenset(),
+        whole=model.stages.whole_backwards(plan, ends) if splits else frozenset(),
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from advisor.cost.complete import even_cuts, even_stages
 from advisor.cost.orders import ONE_STAGE, rank_of
 from advisor.cost.tensor import Styles, cut_share
-from engines.plan import Plan, Schedule
+from engines.plan import Plan, Recompute, Schedule
 from engines.tensor.styles import cutting
 from engines.tensor.token_rules import hidden_value
 from profiles.errors import PlanError
@@ -190,14 +190,22 @@ class StageBorders:
                 )
         return unit
 
-    def whole_backwards(self, ends: Sequence[int]) -> frozenset[int]:
+    def whole_backwards(self, plan: Plan, ends: Sequence[int]) -> frozenset[int]:
         """Stages whose backward is not split: `engines.pipeline.split_backward` without the
-        modules. The first stage runs all of it later."""
-        return frozenset(
+        modules. The first stage runs all of it later, unless FSDP2 shards it."""
+        places = list(pairwise(ends))
+        if plan.data_parallel.is_sharded:
+            return frozenset(range(len(places)))
+        whole = {
             stage
-            for stage, (first, last) in enumerate(pairwise(ends))
-            if stage and not self._splits(first, last)
-        )
+            for stage, (first, last) in enumerate(places)
+            if stage and not (self._splits(first, last) and not self._recomputes(plan, first, last))
+        }
+        return frozenset(whole | ({len(places) - 1} if plan.loss_chunks > 1 else set()))
+
+    def _recomputes(self, plan: Plan, first: int, last: int) -> bool:
+        units = self._model.units[first:last]
+        return plan.recompute is not Recompute.NONE and any(unit.is_block for unit in units)
 
     def _splits(self, first: int, last: int) -> bool:
         if (first, last) not in self._can_be_split:

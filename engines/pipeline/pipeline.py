@@ -23,7 +23,7 @@ from engines.pipeline.segments import Segment, is_unit, rank_of_stage, segments_
 from engines.pipeline.split_backward import can_split
 from engines.pipeline.stage import Round, Stage, pipeline_stage
 from engines.pipeline.tied_parameters import sum_ties, ties_of
-from engines.plan import Plan
+from engines.plan import Plan, Recompute
 from engines.runtime.failures import abort_groups
 from engines.runtime.mesh import Mesh
 from profiles.capture.batch import Batch, LossFn
@@ -66,6 +66,7 @@ class Pipeline:
         self._flow = flow
         self._numerics = numerics
         self._cast = [unit.name for unit in profile.shard_units()]
+        self._blocks = {unit.name for unit in profile.blocks()}
         self._axis = mesh.pp
         self._device = device
         self._loss_fn = loss_fn
@@ -221,11 +222,14 @@ class Pipeline:
     def _can_split(self, segment: Segment) -> bool:
         """False under FSDP2: it takes the end of the inputs' half for the end of the backward.
 
-        A chunked loss has all its gradients at once, and gives them once.
+        A chunked loss has all its gradients at once, and gives them once. A block that is computed
+        again would be in each half, of which selective recompute has no second time.
         """
-        is_whole = self._plan.data_parallel.is_sharded or (
-            segment.is_last and self._plan.loss_chunks > 1
-        )
+        plan = self._plan
+        is_whole = plan.data_parallel.is_sharded or (segment.is_last and plan.loss_chunks > 1)
+        if segment.index and plan.recompute is not Recompute.NONE:
+            own = self._flow.calls[segment.first : segment.last]
+            is_whole |= any(call.unit in self._blocks for call in own)
         return not is_whole and can_split(segment, self._flow, self._model)
 
     def _recording(self, piece: Batch) -> Recording:

@@ -75,3 +75,16 @@ def test_an_unmodified_model_trains_like_one_process(pool: Pool, name: str) -> N
     for loss, gradient in pool.run(difference, name, CASES[name], world_size=plan.world_size):
         assert loss < 1e-5
         assert gradient < 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("ResNet", "selective"), ("Falcon", "selective"), ("ResNet", "full")]
+)
+def test_blocks_are_computed_again_once_where_the_schedule_splits_backwards(
+    pool: Pool, name: str, recompute: str
+) -> None:
+    plan = f"{CASES[name]} recompute={recompute}"
+    for loss, gradient in pool.run(difference, name, plan, world_size=2):
+        assert loss < 1e-5
+        assert gradient < 1e-5
