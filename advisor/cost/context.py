@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 from advisor.cost import anchored
 from advisor.cost.calibration import CALIBRATION, Calibration
@@ -130,7 +131,9 @@ class CostContext:
         is_torch = self.stack.states is None
         is_sharded = plan.ep > 1 and plan.data_parallel.is_sharded and is_torch
         expert_shards = shard_degree(plan) if plan.shards_experts and is_torch else 0
-        key = (kind, samples, plan.tp, styles, plan.cp, plan.ep, is_sharded, expert_shards)
+        keeps_whole = self._whole_shards(plan) > 0
+        split = plan.tp, styles, plan.cp, plan.ep
+        key = (kind, samples, *split, is_sharded, expert_shards, keeps_whole)
         if key not in self._loads:
             counted = loads_of(
                 self.facts.model,
@@ -142,6 +145,7 @@ class CostContext:
                 ep=plan.ep,
                 is_sharded=is_sharded,
                 expert_shards=expert_shards,
+                keeps_whole=keeps_whole,
                 runs=self.runs,
                 styled=self._styled_units(plan),
                 stack=self.stack,
@@ -267,7 +271,7 @@ class CostContext:
             shard_degree(plan),
         )
         if key not in self._updates:
-            if by_name and plan.tp * plan.ep > 1:
+            if by_name and (plan.tp * plan.ep > 1 or self._whole_shards(plan)):
                 whole = self.facts.model.units
                 optimizer = optimizer.of_parts(
                     {
@@ -290,7 +294,8 @@ class CostContext:
         """Every unit with one tp rank's parameters; equal ones share an object."""
         model = self.facts.model
         shards = shard_degree(plan) if plan.ep > 1 else 1
-        key = (plan.tp, self.styles(plan), plan.ep, shards, plan.shards_experts)
+        whole_shards = self._whole_shards(plan)
+        key = (plan.tp, self.styles(plan), plan.ep, shards, plan.shards_experts, whole_shards)
         if key not in self._units:
             kind, styled = self.numerics(plan), self._styled_units(plan)
             self._units[key] = local_units(
@@ -300,9 +305,33 @@ class CostContext:
                 styled,
                 numerics=kind,
                 shards=shards,
+                whole_shards=whole_shards,
                 splits_experts=self.stack.splits_experts,
             )
         return self._units[key]
+
+    @cached_property
+    def has_whole(self) -> bool:
+        """Return True if FSDP2 leaves parameters of the model whole."""
+        is_torch = self.stack.states is None
+        return is_torch and any(unit.whole_bytes for unit in self.facts.model.units)
+
+    def _whole_shards(self, plan: Plan) -> int:
+        """Ranks that shard all but what stays whole; 0 if nothing does, or nothing is sharded."""
+        is_sharded = plan.data_parallel.is_sharded
+        return shard_degree(plan) if self.has_whole and is_sharded else 0
+
+    def whole_s(self, plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> float:
+        """Seconds per step to sum gradients of parameters that stay whole where others are
+        sharded."""
+        return summed_s(
+            ledger,
+            "gradients of unsharded parameters",
+            gradient_bytes=sum(u.count * u.whole_gradient_bytes for u in units),
+            tensors=sum(u.count * u.whole_tensors for u in units),
+            group_size=plan.data_degree * plan.cp,
+            stride=plan.tp,
+        )
 
     def experts_s(self, plan: Plan, units: Sequence[UnitLoad], ledger: Ledger) -> float:
         """Seconds per step to sum gradients of experts among the ranks that hold the same ones."""

@@ -92,6 +92,14 @@ class Loads:
         return sum(run.unsharded_bytes * run.count for run in self.runs)
 
     @cached_property
+    def whole_bytes(self) -> float:
+        return sum(run.whole_bytes * run.count for run in self.runs)
+
+    @cached_property
+    def whole_gradient_bytes(self) -> float:
+        return sum(run.whole_gradient_bytes * run.count for run in self.runs)
+
+    @cached_property
     def expert_bytes(self) -> float:
         """Bytes of parameters of experts, which differ between ranks."""
         return sum(run.expert_bytes * run.count for run in self.runs)
@@ -178,6 +186,7 @@ def loads_of(
     ep: int = 1,
     is_sharded: bool = False,
     expert_shards: int = 0,
+    keeps_whole: bool = False,
     runs: Sequence[UnitRun] | None = None,
     styled: Sequence[Styled] | None = None,
     stack: Stack = TORCH,
@@ -191,6 +200,7 @@ def loads_of(
         is_sharded: whether FSDP2 shards parameters other than experts; only for ep.
         expert_shards: number of ranks over which it shards everything, including experts; 0 if
             experts are unsharded.
+        keeps_whole: whether FSDP2 shards what can be sharded, and leaves the rest whole.
         runs: of the model, if known.
         styled: styles of each unit (`styled_units`), if known.
         stack: whose implementation of tensor parallelism it is.
@@ -238,6 +248,8 @@ def loads_of(
                 routed=_routed(model, samples / cp * around(styled[run.first], tp)),
             )
             load = _over_expert_ranks(load, ep)
+        if keeps_whole and run.unit.whole_bytes:
+            load = _with_whole(load, run.unit)
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp, stack=stack)
         loads.append(load)
@@ -365,6 +377,21 @@ def _with_less(load: UnitLoad, spared: float) -> UnitLoad:
         parameter_bytes=load.parameter_bytes - spared,
         gradient_bytes=load.gradient_bytes - spared,
         partial_gradient_bytes=max(0.0, load.partial_gradient_bytes - spared),
+    )
+
+
+def _with_whole(load: UnitLoad, unit: UnitProfile) -> UnitLoad:
+    """Take parameters that stay whole out of what is sharded; of split layers the rank's share."""
+    share = load.parameter_bytes / unit.parameter_bytes
+    whole = share * unit.whole_bytes
+    trained = share * sum(shape.nbytes * shape.count for shape in unit.whole_shapes)
+    return replace(
+        load,
+        parameter_bytes=load.parameter_bytes - whole,
+        gradient_bytes=load.gradient_bytes - trained,
+        whole_bytes=whole,
+        whole_gradient_bytes=trained,
+        whole_tensors=sum(shape.count for shape in unit.whole_shapes),
     )
 
 

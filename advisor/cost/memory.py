@@ -143,7 +143,8 @@ def peak(
         update=update,
         device=device,
         batch_bytes=batch_bytes + loads.buffer_bytes,
-        unsharded_bytes=loads.unsharded_bytes,
+        unsharded_bytes=loads.unsharded_bytes + loads.whole_bytes,
+        unsharded_gradient_bytes=loads.unsharded_bytes + loads.whole_gradient_bytes,
         ahead=UNITS_WHEN_AHEAD * largest_copy(plan, loads, stack),
         away=away_bytes(plan, loads, update, device),
         stack=stack,
@@ -231,6 +232,7 @@ def peak_at(
     ahead: float,
     buffer_bytes: float = 0.0,
     unsharded_bytes: float = 0.0,
+    unsharded_gradient_bytes: float = 0.0,
     away: float = 0.0,
     stack: Stack = TORCH,
     own: ResidentStates | None = None,
@@ -241,7 +243,7 @@ def peak_at(
 
     Args:
         ahead: gathers of a host that runs ahead.
-        unsharded_bytes: of parameters that are not sharded; their gradients are as large.
+        unsharded_bytes, unsharded_gradient_bytes: of parameters that are not sharded.
         away: offloaded bytes other than sharded states.
         own: states of a stack that manages its own.
         activation_error: half-width of the range of activations, as a fraction.
@@ -249,12 +251,12 @@ def peak_at(
     degree, offloaded = shard_degree(plan), states_leave(plan, device)
     on_disk = plan.offload_to is OffloadTo.DISK
     parameters, states = parameter_bytes / degree + unsharded_bytes, update.state_bytes
-    resident = parameters + gradient_bytes / degree + unsharded_bytes + states
+    resident = parameters + gradient_bytes / degree + unsharded_gradient_bytes + states
     if own is not None:
         parameters, states, resident = own.parameters, own.optimizer, own.total
     memory = Memory(
-        parameters=0.0 if offloaded else parameters,
-        gradients=fullest.gradients + (unsharded_bytes if own is None else 0.0),
+        parameters=unsharded_bytes if offloaded else parameters,
+        gradients=fullest.gradients + (unsharded_gradient_bytes if own is None else 0.0),
         optimizer=0.0 if offloaded or optimizer_leaves(plan, device) else states,
         activations=fullest.activations,
         gathered=fullest.gathered,

@@ -54,6 +54,7 @@ def one_stage(context: CostContext, plan: Plan) -> Estimate:
     unhidden_s = waited_s + small_collectives_s(plan, model, ledger)
     unhidden_s += context.experts_s(plan, loads.runs, ledger)
     unhidden_s += context.partial_s(plan, loads.runs, ledger)
+    unhidden_s += context.whole_s(plan, loads.runs, ledger)
     unhidden_s += moved_s(plan, loads, update, ledger, cluster=cluster)
     shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
     unhidden_s += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)

@@ -241,7 +241,10 @@ def stage_peak(
         device=device,
         batch_bytes=batch_bytes,
         buffer_bytes=buffer_bytes,
-        unsharded_bytes=sum(part.unsharded_bytes for part in parts),
+        unsharded_bytes=sum(part.unsharded_bytes + part.whole_bytes for part in parts),
+        unsharded_gradient_bytes=sum(
+            part.unsharded_bytes + part.whole_gradient_bytes for part in parts
+        ),
         ahead=UNITS_WHEN_AHEAD * max(largest_copy(plan, part, stack) for part in parts),
         stack=stack,
         own=own,

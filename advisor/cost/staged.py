@@ -364,6 +364,7 @@ class _Tail:
             )
         units = [unit for stage in stages for unit in stage.part.runs]
         settle_s += model.partial_s(plan, units, ledger)
+        settle_s += model.whole_s(plan, units, ledger)
         settle_s += model.experts_s(plan, units, ledger)
         for tie in layout.ties:
             if rank in tie.ranks:

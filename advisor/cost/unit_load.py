@@ -24,6 +24,8 @@ class UnitLoad:
         partial_expert_bytes: of experts' gradients on a rank that are parts of such a sum.
         unsharded_bytes: further parameters that sharding does not divide: a rank's experts, where
             other ranks hold copies of them. Their gradients take as many bytes.
+        whole_bytes, whole_gradient_bytes, whole_tensors: parameters that cannot be sharded, where
+            the others are (see `UnitProfile.whole_bytes`); the fields above are without them.
         expert_bytes: parameters that are sharded, or replicated, among ranks with the same experts.
         expert_tensors: trainable parameters of a rank's experts.
         exchanges: the tensor collectives of one unit's forward and backward.
@@ -54,6 +56,9 @@ class UnitLoad:
     partial_tensors: int = 0
     partial_expert_bytes: float = 0.0
     unsharded_bytes: float = 0.0
+    whole_bytes: float = 0.0
+    whole_gradient_bytes: float = 0.0
+    whole_tensors: int = 0
     expert_bytes: float = 0.0
     expert_tensors: int = 0
     exchanges: tuple[TensorExchange, ...] = ()

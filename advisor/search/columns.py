@@ -157,7 +157,8 @@ class Columns:
         optimizer's are proportional to them, if all parameters are sharded."""
         key = tp, shards, sharded
         if key not in self._upkeeps:
-            proportional = self.space.ep == 1 and self.costs.facts.workload.optimizer.is_elementwise
+            is_elementwise = self.costs.facts.workload.optimizer.is_elementwise
+            proportional = is_elementwise and self.space.ep == 1 and not self.costs.has_whole
             if proportional and key != (tp, 1, 1):
                 self._upkeeps[key] = self.upkeep(tp, 1, 1).part(1 / shards)
             else:
@@ -174,6 +175,10 @@ class Columns:
         nbytes = self.of(lambda g: g.loads.unsharded_bytes)
         most = self.space.cp * self._most_shards  # the degree in `Microbatches`
         return np.where(self.sharded == WITH_EXPERTS, nbytes * most / self.shards, nbytes)
+
+    def whole_bytes(self) -> Floats:
+        """Bytes of parameters that cannot be sharded where others are, and of their gradients."""
+        return self.of(lambda g: g.loads.whole_bytes + g.loads.whole_gradient_bytes)
 
     def _plan(self, tp: int, shards: int, sharded: int, *, cp: int = 1, replicas: int = 1) -> Plan:
         """Plan whose ranks have this part of the parameters."""

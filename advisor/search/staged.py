@@ -116,7 +116,8 @@ def staged_peak_bytes(columns: Columns) -> Floats:
     space, facts, stack = columns.space, columns.costs.facts, columns.costs.stack
     device, pp = facts.cluster.device, space.pp
     shares = _shares(columns)
-    states = columns.states_bytes() * shares.optimizer
+    # Which stage has what stays whole is open.
+    states = columns.states_bytes() * shares.optimizer * (not columns.costs.has_whole)
     of_model = columns.of(lambda g: g.loads.parameter_bytes) * shares.of_parameters + states
     of_model += columns.of(lambda g: g.loads.gradient_bytes) * shares.gradients
     of_model += columns.of(lambda g: g.loads.root_parameter_bytes) * shares.root

@@ -106,7 +106,8 @@ class _Peaks:
         last = columns.each(self._keys, lambda *key: self._last(*key).total)
         doubtful = columns.each(self._keys, lambda *key: self._last(*key).transient)
         if self._stack.states is None:
-            return resident + 2 * columns.unsharded_bytes(), last, doubtful
+            unsharded = 2 * columns.unsharded_bytes() + columns.whole_bytes()
+            return resident + unsharded, last, doubtful
         return resident + (self._stack.bucket_bytes or 0.0), last, doubtful
 
     def moments(self, row: int, kind: DataParallel, *, forwards: int) -> StepMoments:

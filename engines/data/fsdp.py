@@ -14,17 +14,12 @@ stay whole until the round is over and are reduce-scattered once, under zero1 af
 round only; zero1 and zero2 keep parameters whole from the first forward of the step to the end of
 its last round. FSDP2 ignores parameters of other ranks' stages.
 
-Every rank keeps whole what cannot be cut, and its gradients are averaged when a step is over:
-parameters without dimensions (CLIP's scale of logits) or elements (register tokens of a DINOv3 that
-has none), those that the forward itself changes
-(writes to a gathered copy are lost), those with hooks for their gradients (a gathered copy has
-none), those of TorchScript, whose modules take no hooks, and trained ones of another dtype than
-most of their group, whose gradients are one message. Gradients of embeddings are dense.
+Every rank keeps whole what cannot be cut (`profiles.capture.whole_parameters`), and its gradients
+are averaged when a step is over. Gradients of embeddings are dense.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -43,9 +38,10 @@ from torch.distributed.fsdp import (
 
 from engines.data.replicas import local_part
 from engines.plan import DataParallel, OffloadTo, Plan
+from profiles.capture.whole_parameters import whole_parameters
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
-from profiles.torch_compat import has_gradient_hooks, is_view, map_tensors
+from profiles.torch_compat import is_view, map_tensors
 from profiles.torch_compat.fsdp import (
     forget_step_underway,
     reduce_at_end,
@@ -80,8 +76,8 @@ def shard(
     before it is cut: one at a time is whole.
     `offload` moves the shards of a unit off the device as soon as it is cut.
     """
-    allocate(_uncut(model, profile))
-    uncut = _uncut(model, profile)
+    allocate(whole_parameters(model, profile))
+    uncut = whole_parameters(model, profile)
     others = {p for name, p in model.named_parameters() if local is not None and name not in local}
     if mixed:
         _require_cast(model, uncut)
@@ -124,30 +120,6 @@ def shard(
     return model
 
 
-def _uncut(model: nn.Module, profile: ModelProfile) -> set[nn.Parameter]:
-    """Parameters that stay whole on every rank."""
-    uncut = {*_empty(model), *map(model.get_parameter, profile.flow.written), *_scripted(model)}
-    uncut |= {p for p in model.parameters() if has_gradient_hooks(p)}
-    left = set(model.parameters()) - uncut
-    for unit in (*(unit.name for unit in profile.shard_units() if unit.name), ""):
-        group = left & set(model.get_submodule(unit).parameters())
-        left -= group
-        uncut |= _of_other_dtypes(group)
-    return uncut
-
-
-def _of_other_dtypes(group: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """Those of `group` that learn in another dtype than most of it. What is frozen is gathered with
-    the rest, whatever its dtype."""
-    learning = [p for p in group if p.requires_grad]
-    elements: Counter[torch.dtype] = Counter()
-    for parameter in learning:
-        elements[parameter.dtype] += parameter.numel()
-    # Of equal ones the same on every rank, whatever the order of a set.
-    most = max(elements, key=lambda dtype: (elements[dtype], str(dtype)), default=None)
-    return {p for p in learning if p.dtype is not most}
-
-
 def shard_experts(
     containers: Iterable[nn.Module], plan: Plan, *, mesh: DeviceMesh, replicas: int, mixed: bool
 ) -> None:
@@ -171,10 +143,6 @@ def shard_experts(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no sums of products
 
 
-def _empty(model: nn.Module) -> set[nn.Parameter]:
-    return {p for p in model.parameters() if not p.dim() or not p.numel()}
-
-
 def _require_cast(model: nn.Module, uncut: Collection[nn.Parameter]) -> None:
     """Raises PlanError: a parameter would stay whole in fp32, beside a computation in bf16."""
     for name, parameter in model.named_parameters():
@@ -185,12 +153,6 @@ def _require_cast(model: nn.Module, uncut: Collection[nn.Parameter]) -> None:
                 " unit is computed in bf16",
                 hints=["set precision=fp32, or replicate it: dp_replicate without zero"],
             )
-
-
-def _scripted(model: nn.Module) -> Iterator[nn.Parameter]:
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            yield from module.parameters()
 
 
 def _whole(parameters: set[nn.Parameter], *, device_type: str) -> set[nn.Parameter]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from profiles.capture.ladder import trace
 from profiles.capture.subject import TracedModel, dtype_name, require_module
 from profiles.capture.trace_step import StepTrace
 from profiles.capture.two_sizes import first_that_runs, sample_dims
+from profiles.capture.whole_parameters import shapes_of, whole_parameters, with_whole
 from profiles.errors import BatchError, ModelError
 from profiles.model.flow import Flow, Value
 from profiles.model.profile import (
@@ -25,7 +25,6 @@ from profiles.model.profile import (
     Affine,
     ModelProfile,
     Numerics,
-    ParameterShape,
     UnitCost,
     UnitProfile,
 )
@@ -98,7 +97,7 @@ def capture(
     }
     shared = subject.holders_of_tied().union(*(first.shared for first, _ in looks.values()))
     _require_gradient(subject, one)
-    return ModelProfile(
+    profile = ModelProfile(
         name=name or type(model).__name__,
         units=tuple(_unit_profiles(subject, costs, shared, has_loss=one.has_loss)),
         dtype=subject.dtype(),
@@ -125,6 +124,8 @@ def capture(
         source=traced.source,
         reads=traced.reads,
     )
+    own = {unit.name: subject.parameters_of(unit.name) for unit in profile.units}
+    return with_whole(profile, whole_parameters(subject.model, profile), own)
 
 
 def _require_plain_tensors(sample: Batch) -> None:
@@ -234,7 +235,7 @@ def _unit_profiles(
             buffer_bytes=subject.buffer_bytes_of(name),
             dtypes=dtypes,
             trained_dtypes=trained if trained != dtypes else (),
-            shapes=tuple(_shapes(trainable)),
+            shapes=tuple(shapes_of(trainable)),
             experts=_experts(unit.module) if unit else (),
             is_shared=name in shared,
             costs={kind: by_name.get(name, UnitCost()) for kind, by_name in costs.items()},
@@ -242,12 +243,6 @@ def _unit_profiles(
         is_empty = not profile.parameters and not profile.buffer_bytes
         if name != GLUE or not is_empty or any(c != UnitCost() for c in profile.costs.values()):
             yield profile
-
-
-def _shapes(parameters: Iterable[Tensor]) -> Iterator[ParameterShape]:
-    counts = Counter((tuple(p.shape), p.element_size()) for p in parameters)
-    for (sizes, element_bytes), count in sorted(counts.items()):
-        yield ParameterShape(sizes=sizes, element_bytes=element_bytes, count=count)
 
 
 def _experts(module: nn.Module) -> tuple[int, ...]:

@@ -122,6 +122,9 @@ class UnitProfile(Record):
         dtypes: the parameters' dtypes, sorted.
         trained_dtypes: of those that are trained; empty where they are the same, or none.
         shapes: of the trainable parameters, equal ones together; empty where they are not known.
+        whole_bytes: of parameters that stay whole on every rank where the others are sharded (see
+            `profiles.capture.whole_parameters`).
+        whole_shapes: as `shapes`, of the trainable ones among these.
         experts: how many a module in it holds as weights with a dimension of their own; ascending.
         is_shared: a parameter of the unit is tied to, or used by code of, another place; the unit
             cannot be gathered and released on its own.
@@ -139,6 +142,8 @@ class UnitProfile(Record):
     dtypes: tuple[str, ...] = ()
     trained_dtypes: tuple[str, ...] = ()
     shapes: tuple[ParameterShape, ...] = ()
+    whole_bytes: NonNegativeInt = 0
+    whole_shapes: tuple[ParameterShape, ...] = ()
     experts: tuple[PositiveInt, ...] = ()
     is_shared: bool = False
     costs: dict[Numerics, UnitCost]

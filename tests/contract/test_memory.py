@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +15,15 @@ from engines.plan import DataParallel, Plan
 from profiles.capture.batch import Batch
 from profiles.capture.capture import capture
 from profiles.model.profile import ModelProfile, Numerics
-from tests.contract.watch import LiveBytes, gradients, local, optimizer_states, prediction
+from tests.contract.watch import (
+    Calls,
+    Collectives,
+    LiveBytes,
+    gradients,
+    local,
+    optimizer_states,
+    prediction,
+)
 from tests.engines.cases import TinyGPT, cpu_ranks, token_loss
 from tests.workers import Pool
 
@@ -26,15 +36,23 @@ LOWEST, HIGHEST = 0.97, 1.10
 
 @dataclass(frozen=True)
 class Subject:
-    """A GPT of some MiB, and rows of 16 tokens in a microbatch."""
+    """A GPT of some MiB, and rows of 16 tokens in a microbatch.
+
+    `hooked`: the gradients of half of it have hooks.
+    """
 
     vocabulary: int
     width: int
     layers: int
     rows: int
+    hooked: bool = False
 
     def build(self) -> TinyGPT:
-        return TinyGPT(vocabulary=self.vocabulary, width=self.width, layers=self.layers)
+        model = TinyGPT(vocabulary=self.vocabulary, width=self.width, layers=self.layers)
+        for block in model.blocks if self.hooked else ():
+            block.mlp[0].weight.register_hook(torch.neg)  # type: ignore[index, union-attr]
+            block.norm1.bias.register_hook(torch.neg)  # type: ignore[union-attr]
+        return model
 
     def batch(self, rows: int) -> Batch:
         ids = torch.randint(0, self.vocabulary, (rows, 17))
@@ -51,6 +69,8 @@ SUBJECTS = {
     "vocabulary": Subject(vocabulary=3072, width=64, layers=2, rows=4),
     # Their logits are 16 times as large as the head.
     "logits": Subject(vocabulary=3072, width=16, layers=1, rows=16),
+    # A third of every block stays whole on every rank.
+    "hooked": Subject(vocabulary=512, width=128, layers=4, rows=16, hooked=True),
 }
 MIXED = " accumulation=2 precision=bf16"
 PLANS = {
@@ -84,17 +104,20 @@ PLANS = {
         "dp_replicate=2 zero=2 loss_chunks=4" + MIXED,
         "dp_shard=2 loss_chunks=4",
     ),
+    ("hooked", 2): ("dp_shard=2", "dp_replicate=2 zero=1 accumulation=2"),
 }
 EACH = [(name, plan) for (name, _), plans in PLANS.items() for plan in plans]
 
 
 @dataclass(frozen=True)
 class Found:
-    """Bytes of one rank: states when the optimizer steps, and the most of a whole step."""
+    """Bytes of one rank: states when the optimizer steps, and the most of a whole step. Of models
+    whose parameters are not all sharded also the collectives of a step."""
 
     states: dict[str, int]
     peak: int
     left: int
+    called: Calls
 
 
 def _measured(name: str, plans: tuple[str, ...], profile: ModelProfile) -> list[Found]:
@@ -113,7 +136,9 @@ def _measure(subject: Subject, plan: Plan, profile: ModelProfile) -> Found:
     parallel.train_step(batch)  # the optimizer makes its states
     reduced: list[Tensor] = []
     hook = parallel.optimizer.register_step_pre_hook(lambda *_: reduced.extend(gradients(parallel)))
-    parallel.train_step(batch)
+    collectives = Collectives()
+    with collectives if subject.hooked else nullcontext():
+        parallel.train_step(batch)
     hook.remove()
     parameters, optimizer = list(map(local, parallel.parameters())), optimizer_states(parallel)
     moments = [tensor for tensor in optimizer if tensor.dim() > 0]
@@ -132,7 +157,7 @@ def _measure(subject: Subject, plan: Plan, profile: ModelProfile) -> Found:
             parallel.train_step(batch)
         peaks.append(watched.peak_bytes)
     # gloo's threads may let go of a buffer late; the engine itself does the same in every step.
-    return Found(states, min(peaks), watched.now() - before)
+    return Found(states, min(peaks), watched.now() - before, collectives.calls)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +194,16 @@ def test_predicted_model_states_equal_those_allocated(
     assert states["parameters"] == charged.memory.parameters
     assert states["optimizer"] == charged.memory.optimizer
     assert sum(states.values()) == charged.states_bytes
+
+
+@pytest.mark.parametrize("text", PLANS["hooked", 2])
+def test_gradients_of_what_stays_whole_are_charged_as_they_are_sent(
+    text: str, measured: dict[tuple[str, str], Found], profiles: dict[str, ModelProfile]
+) -> None:
+    charged: Calls = Counter()
+    for item in prediction(SUBJECTS["hooked"].plan(text), profiles["hooked"]).traffic:
+        charged[item.kind, round(item.payload_bytes)] += item.count
+    assert measured["hooked", text].called == charged
 
 
 @pytest.mark.parametrize(("name", "text"), EACH)

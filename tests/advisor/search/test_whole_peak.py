@@ -8,6 +8,7 @@ import pytest
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from engines.plan import Offload, OffloadTo
+from profiles.model.profile import ModelProfile
 from profiles.workload.stack import stack_named
 from tests.advisor.search.test_search import MIDDLE, llama, searched
 from tests.factories import cpus, facts, gpus
@@ -22,6 +23,19 @@ MIDDLE_ON_GPUS = facts(MIDDLE, gpus(2, 4), batch=32)
 LLAMA_ON_CPUS = facts(llama(4), cpus(4), batch=16)
 
 
+def partly_whole(model: ModelProfile) -> ModelProfile:
+    """As if the largest parameter of every block could not be sharded."""
+    units = []
+    for unit in model.units:
+        if unit.is_block:
+            largest = max(unit.shapes, key=lambda shape: shape.nbytes)
+            largest = largest.model_copy(update={"count": 1})
+            update = {"whole_bytes": largest.nbytes, "whole_shapes": (largest,)}
+            unit = unit.model_copy(update=update)
+        units.append(unit)
+    return model.model_copy(update={"units": tuple(units)})
+
+
 @pytest.mark.parametrize(
     ("whole", "offload", "to"),
     [
@@ -30,6 +44,8 @@ LLAMA_ON_CPUS = facts(llama(4), cpus(4), batch=16)
         (MIDDLE_ON_GPUS, Offload.STATES, OffloadTo.HOST),
         (MIDDLE_ON_GPUS, Offload.ACTIVATIONS, OffloadTo.HOST),
         (LLAMA_ON_CPUS, Offload.NONE, OffloadTo.HOST),
+        (facts(partly_whole(llama(4)), gpus(2, 4), batch=32), Offload.NONE, OffloadTo.HOST),
+        (facts(partly_whole(llama(4)), gpus(2, 4), batch=32), Offload.STATES, OffloadTo.HOST),
         (LLAMA_ON_CPUS, Offload.STATES, OffloadTo.HOST),
         (LLAMA_ON_CPUS, Offload.OPTIMIZER, OffloadTo.DISK),
     ],
