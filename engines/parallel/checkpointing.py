@@ -16,6 +16,7 @@ from engines.data.finite import FiniteGuard, running_statistics
 from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
 from engines.data.replica_checksums import ReplicaChecksums, checksums
+from engines.optional.aggregation.hooks import PowerSGDBuckets
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.parallel.pretrained import PretrainedMixin
 from engines.parallel.scheduling import SchedulingMixin
@@ -33,7 +34,7 @@ from engines.state.optimizer import empty_optimizer, send_from_first
 from profiles.errors import InputError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import version_of
-from profiles.torch_compat.ddp import bucket_order, rebuild_buckets
+from profiles.torch_compat.ddp import bucket_order, hook_state, rebuild_buckets
 
 PathLike = str | os.PathLike[str]
 
@@ -93,11 +94,11 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
     ) -> Path:
         """Write a checkpoint into a new folder `step-...` in `folder`; all ranks call it.
 
-        It holds weights, optimizer states, random states of each rank, the place in the data of
-        loaders that `shard` made, and what is registered. Any plan with any world size can load it.
-        The new folder gets its name when all of it is on the disk, so an interrupted save leaves
-        the older ones as they are. Replicas that update on their own average first; each writes its
-        optimizer's states.
+        It holds weights, optimizer states, random states and PowerSGD's error feedback of each
+        rank, the place in the data of loaders that `shard` made, and what is registered. Any plan
+        with any world size can load it. The new folder gets its name when all of it is on the disk,
+        so an interrupted save leaves the older ones as they are. Replicas that update on their own
+        average first; each writes its optimizer's states.
 
         Args:
             keep_last: newest saves to retain; older ones are deleted after this one is complete.
@@ -182,7 +183,8 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
 
         Files are compared with their hashes before anything is changed. Random states are restored
         where as many ranks saved as there are now; others go on with theirs, and dropout draws
-        other numbers than the undisturbed run.
+        other numbers than the undisturbed run. PowerSGD's error feedback is restored under the plan
+        that has the same buckets; else it begins at zero, with a warning.
 
         Args:
             folder: that `save` was given, or one of the `step-...` folders in it.
@@ -221,7 +223,9 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         """Random states and objects of this rank."""
         objects = {name: value.state_dict() for name, value in self._objects.items()}
         loaders = [loader.state_dict() for loader in self._live_loaders()]
+        feedback = self._feedback
         return {
+            "feedback": feedback.state_dict() if feedback is not None else None,
             "random": random_states(self._world.device),
             "buckets": bucket_order(self._runner) if self._has_buckets else [],
             "loaders": loaders,
@@ -231,6 +235,12 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
     @property
     def _has_buckets(self) -> bool:
         return isinstance(self._runner, DistributedDataParallel) and not self._world.is_fake
+
+    @property
+    def _feedback(self) -> PowerSGDBuckets | None:
+        """State of a compression that adds what a step drops to the next."""
+        state = hook_state(self._runner) if self._has_buckets else None
+        return state if isinstance(state, PowerSGDBuckets) else None
 
     def _live_loaders(self) -> list[ShardedLoader]:
         """Those that `shard` made and the script still has, in their order."""
@@ -253,8 +263,31 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         if self._has_buckets and own.get("buckets"):
             # The order of additions, and so the last bits of sums, follow the buckets.
             rebuild_buckets(self._runner, own["buckets"])
+        self._restore_feedback(saved, own)
         if same and "random" in own:
             restore_random_states(own["random"], self._world.device)
+
+    def _restore_feedback(self, saved: SavedStates, own: dict[str, Any]) -> None:
+        """Restore the error feedback of this rank, or say why it begins at zero."""
+        feedback, state = self._feedback, own.get("feedback")
+        if feedback is None and state is None:
+            return
+        if feedback is None:
+            why = "this plan compresses no gradients by factors"
+        elif state is None:
+            why = "the checkpoint has none"
+        elif saved.world_size != self._job.size:
+            why = f"{saved.world_size} ranks saved it, these are {self._job.size}"
+        elif bucket_order(self._runner) != own.get("buckets") or not feedback.load_state_dict(
+            state, self._world.device
+        ):
+            why = "gradients are in other buckets, or their factors of another rank"
+        else:
+            return
+        if self._job.rank == 0:
+            warnings.warn(
+                f"PowerSGD's error feedback in `{saved.path}` is left out: {why}", stacklevel=5
+            )
 
     @rank_error_context("gathering the state")
     def state_dict(

@@ -26,6 +26,12 @@ def bucket_order(runner: DistributedDataParallel) -> list[int]:
     return [int(number) for number in layout.replace(",", " ").split()]
 
 
+def hook_state(runner: DistributedDataParallel) -> object | None:
+    """The state that `register_comm_hook` was given; None without a hook."""
+    hooks = cast(Any, runner)._comm_hooks
+    return hooks[-1][1] if hooks else None
+
+
 def forget_backward_underway(runner: DistributedDataParallel) -> None:
     """Let `runner` begin anew after a backward that broke off, which it refuses otherwise. Its
     buckets are filled in a new order after the next one: all ranks call it."""

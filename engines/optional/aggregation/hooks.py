@@ -3,9 +3,10 @@
 DDP looks at the annotations of a hook, so that here they are types and not text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,12 +52,50 @@ class BucketSums:
 class PowerSGDBuckets:
     """PowerSGD's state, and the latest bucket.
 
-    The error feedback stays here, on its rank: no checkpoint has it, so that a resumed training
-    misses that of one step.
+    Attributes:
+        elements: of all buckets.
     """
 
     state: PowerSGDState
+    elements: int
     latest: Future[Tensor] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's error feedback, the factors that the next step begins with, and the steps."""
+        known = self._buckets()
+        return {
+            "rank": self.state.matrix_approximation_rank,
+            "steps": self.state.iter,
+            "buckets": [[of[number] for of in known] for number in sorted(known[0])],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], device: torch.device) -> bool:
+        """The inverse, for the same parameters in the same buckets; False, with nothing changed,
+        where `saved` is of others."""
+        steps, buckets = saved.get("steps"), saved.get("buckets")
+        if not isinstance(steps, int) or not isinstance(buckets, list):
+            return False
+        is_known = saved.get("rank") == self.state.matrix_approximation_rank
+        if not is_known or not all(_is_bucket(bucket) for bucket in buckets):
+            return False
+        if buckets and sum(error.numel() for error, _, _ in buckets) != self.elements:
+            return False
+        self.state.iter = steps
+        for position, of in enumerate(self._buckets()):
+            of.clear()
+            of.update({n: bucket[position].to(device) for n, bucket in enumerate(buckets)})
+        return True
+
+    def _buckets(self) -> tuple[dict[int, Tensor], dict[int, Tensor], dict[int, Tensor]]:
+        """Errors and both factors, by bucket."""
+        state = self.state
+        return state.error_dict, state.p_memory_dict, state.q_memory_dict
+
+
+def _is_bucket(value: object) -> bool:
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    return all(isinstance(each, Tensor) and each.dim() == 1 for each in value)
 
 
 def register_gradient_hook(
@@ -79,7 +118,8 @@ def register_gradient_hook(
             start_powerSGD_iter=FIRST_COMPRESSED_STEP,
             orthogonalization_epsilon=ORTHOGONALISATION_EPSILON,
         )
-        runner.register_comm_hook(PowerSGDBuckets(factors), factorised)
+        elements = sum(p.numel() for p in runner.module.parameters() if p.requires_grad)
+        runner.register_comm_hook(PowerSGDBuckets(factors, elements), factorised)
         return
     sums = BucketSums(group, plan.aggregation, per_node)
     if plan.compression is Compression.BF16:

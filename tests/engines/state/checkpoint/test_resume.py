@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,6 +89,7 @@ def losses(plan: str, folder: str, *, first: int, last: int, saved_in: str) -> l
     [
         "dp_replicate=1",
         "dp_replicate=2",
+        "dp_replicate=2 compression=powersgd",
         "dp_replicate=2 zero=1",
         "dp_shard=2",
         "tp=2 tensor_styles=blocks.*.0:column,blocks.*.3:row",
@@ -118,9 +121,38 @@ def test_another_plan_goes_on_with_the_same_batches_and_rate(pool: Pool, tmp_pat
     assert sum(1 for _ in loader) == 7 - 3
 
 
-def two_folders(folder: str) -> str:
-    import torch.distributed as dist
+def fed_back(plan: str, folder: str, warning: str) -> float:
+    """Weights of a resumed training, with a warning of rank 0."""
+    parallel, _, _ = job(plan)
+    is_told = warning and dist.get_rank() == 0
+    with pytest.warns(UserWarning, match=warning) if is_told else nullcontext():
+        parallel.load(folder)
+    return sum(parameter.double().sum().item() for parameter in parallel.module.parameters())
 
+
+@pytest.mark.dist
+def test_other_plans_leave_out_what_powersgd_would_have_sent_and_say_so(
+    pool: Pool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    pool.run(run, "dp_replicate=2 compression=powersgd", folder, 0, 4, "foreground", world_size=2)
+    cases = {
+        "dp_replicate=2 compression=powersgd": "",
+        "dp_replicate=2": "left out: this plan compresses no gradients",
+        "dp_replicate=2 compression=powersgd compression_rank=2": "factors of another rank",
+        "dp_replicate=3 compression=powersgd": "2 ranks saved it, these are 3",
+    }
+    weights = {
+        weight
+        for plan, warning in cases.items()
+        for weight in pool.run(
+            fed_back, plan, folder, warning, world_size=Plan.parse(plan).world_size
+        )
+    }
+    assert len(weights) == 1
+
+
+def two_folders(folder: str) -> str:
     parallel, _, _ = job("dp_replicate=2")
     try:
         parallel.save(f"{folder}/{dist.get_rank()}")
