@@ -22,9 +22,13 @@ from engines.parallel.pretrained import PretrainedMixin
 from engines.parallel.scheduling import SchedulingMixin
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
-from engines.runtime.random_states import random_states, restore_random_states
+from engines.runtime.random_states import (
+    random_states,
+    require_random_states,
+    restore_random_states,
+)
 from engines.runtime.world import World, rank_error_context, require_same, sum_over_ranks
-from engines.state.checkpoint.agreement import Alone, peers_of
+from engines.state.checkpoint.agreement import Alone, all_peers_succeed, peers_of
 from engines.state.checkpoint.load import SavedStates, Step, fill, open_save
 from engines.state.checkpoint.save import CheckpointSave, SaveOptions, start_saving
 from engines.state.checkpoint.training_state import StatesToLoad, states_to_save
@@ -205,6 +209,8 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         # Ranks that servers exchange with have the whole model each, and load without the others.
         everyone = Alone(self._job.rank) if self.plan.servers else peers_of(self._job, None)
         saved = open_save(root, step=step, peers=everyone, verify=verify)
+        with all_peers_succeed(everyone, f"loading `{saved.path}`"):
+            own = self._own_of(saved)
         with self._exchange.loading(), self._probing():
             states = StatesToLoad(
                 self.module,
@@ -216,7 +222,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         if not has_outer:
             self._exchange.forget_outer_states()
         self.step = saved.step
-        self._restore_own(saved)
+        self._restore_own(saved, own)
         return self.step
 
     def _own_states(self) -> dict[str, Any]:
@@ -248,10 +254,19 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         self._loaders = [weakref.ref(loader) for loader in every]
         return every
 
-    def _restore_own(self, saved: SavedStates) -> None:
-        """Restore random states and objects: this rank's, or of the first where ranks differ."""
-        same = saved.world_size == self._job.size
-        own = saved.of_rank(self._job.rank if same else 0)
+    def _own_of(self, saved: SavedStates) -> dict[str, Any]:
+        """Random states and objects of this rank, or of the first where ranks differ.
+
+        Raises FileError: they are none, as in a file that was changed.
+        """
+        is_same = saved.world_size == self._job.size
+        own = saved.of_rank(self._job.rank if is_same else 0)
+        if is_same and "random" in own:
+            require_random_states(own["random"], self._world.device)
+        return own
+
+    def _restore_own(self, saved: SavedStates, own: dict[str, Any]) -> None:
+        """Restore random states and objects, once the tensors are read."""
         for loader, state in zip(self._live_loaders(), own.get("loaders", ()), strict=False):
             loader.load_state_dict(state)
         objects = own.get("objects", {})
@@ -264,7 +279,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
             # The order of additions, and so the last bits of sums, follow the buckets.
             rebuild_buckets(self._runner, own["buckets"])
         self._restore_feedback(saved, own)
-        if same and "random" in own:
+        if saved.world_size == self._job.size and "random" in own:
             restore_random_states(own["random"], self._world.device)
 
     def _restore_feedback(self, saved: SavedStates, own: dict[str, Any]) -> None:

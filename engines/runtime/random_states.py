@@ -23,6 +23,15 @@ def random_states(device: torch.device | None = None) -> dict[str, Any]:
     return states
 
 
+def require_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
+    """Raise what `restore_random_states` would; generators are as they were afterwards."""
+    before = random_states(device)
+    try:
+        restore_random_states(states, device)
+    finally:
+        restore_random_states(before, device)
+
+
 def restore_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
     """The inverse of `random_states`; a device that had no state keeps its own.
 

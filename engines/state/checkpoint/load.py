@@ -164,7 +164,7 @@ def fill(saved: SavedStates, states: StatesToLoad, *, peers: Peers, replica: int
     names = saved.names
     try:
         with all_peers_succeed(peers, f"loading `{saved.path}`"):
-            states.require_fit(saved.path, saved.tensors, names)
+            states.require_fit(saved.path, saved.tensors, saved.values)
             for name in states.places(replica=replica, names=names):
                 saved.reader.require_readable(name)
         with all_peers_succeed(peers, f"loading `{saved.path}`"):

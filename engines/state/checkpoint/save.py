@@ -21,8 +21,9 @@ from torch import Tensor
 from engines.state.checkpoint.agreement import Peers, Results, on_first
 from engines.state.checkpoint.folder import SaveFolder, prune, sync_folder
 from engines.state.checkpoint.manifest import Manifest, SavedChunk, SavedFile, SavedTensor, file_of
+from engines.state.checkpoint.param_groups import merged_groups
 from engines.state.checkpoint.shard_file import write_shard
-from engines.state.checkpoint.training_state import GROUPS, NamedStates, merged_groups
+from engines.state.checkpoint.training_state import GROUPS, NamedStates
 from engines.state.checkpoint.values import encode
 from engines.state.shard_spec import placed
 from profiles.errors import AdvisorError, FileError

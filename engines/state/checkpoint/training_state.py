@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from engines.state.checkpoint.param_groups import State, is_alike, own_groups, require_groups
 from engines.state.layout import Layout
 from engines.state.shard_spec import PlacedTensor, placed
 from profiles.errors import FileError
 
-State = dict[str, Any]
 MODEL, OPTIMIZER, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups"
 OUTER = "outer."
 
@@ -107,19 +107,32 @@ class StatesToLoad:
         self._outer = {OUTER + name: placed(value) for name, value in outer.items()}
         self._layout = layout
 
-    def require_fit(self, folder: object, tensors: Mapping[str, Any], names: Iterable[str]) -> None:
+    def require_fit(
+        self, folder: object, tensors: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> None:
         """Compare a checkpoint with this model and optimizer; nothing is changed.
+
+        What it lets through, `finish` can hand on: a refused checkpoint changes nothing.
 
         Args:
             tensors: of the checkpoint, with `shape` and `dtype`.
-            names: of all its tensors and values.
+            values: that are no tensors.
 
         Raises:
             FileError: it is of another model or optimizer.
         """
-        names = list(names)
+        names = [*tensors, *values]
         _require_names(folder, names, self.names)
         _require_same_optimizer(folder, names, self._optimizer_state)
+        state = self._optimizer_state
+        if state["param_groups"] and GROUPS in values:
+            require_groups(folder, values[GROUPS], state["param_groups"], set(self.names))
+        for name, here in self._values():
+            if name in values and (name.startswith(MODEL) or not is_alike(values[name], here)):
+                raise FileError(
+                    f"`{folder}` belongs to another model or optimizer: `{name}` is"
+                    f" {values[name]!r:.80} there"
+                )
         for key, target in self.places(replica=0, names=tensors).items():
             saved, here = tensors[key], target.whole
             if tuple(saved.shape) != tuple(here):
@@ -144,6 +157,15 @@ class StatesToLoad:
                 result[saved] = layout.placed(name, value)
         return result | {name: value for name, value in self._outer.items() if name in names}
 
+    def _values(self) -> Iterator[tuple[str, object]]:
+        """Tensors of the model, and all states of the optimizer, by their names in a checkpoint."""
+        for name, value in self._model_state.items():
+            if isinstance(value, Tensor):
+                yield MODEL + name, value
+        for name, states in self._optimizer_state["state"].items():
+            for key, value in states.items():
+                yield f"{OPTIMIZER}{name}.{key}", value
+
     def _optimizer_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, states in self._optimizer_state["state"].items():
             for key, value in states.items():
@@ -158,7 +180,7 @@ class StatesToLoad:
                 if f"{OPTIMIZER}{name}.{key}" in values:
                     states[key] = values[f"{OPTIMIZER}{name}.{key}"]
         if state["param_groups"] and GROUPS in values:
-            state["param_groups"] = _own_groups(values[GROUPS], state["param_groups"])
+            state["param_groups"] = own_groups(values[GROUPS], state["param_groups"])
         for name in model_state:
             if MODEL + name in values:
                 model_state[name] = values[MODEL + name]
@@ -207,29 +229,6 @@ def _is_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     """True if it steps parameters of `model`; that of a worker has none, servers step them."""
     known = set(model.parameters())
     return all(p in known for group in optimizer.param_groups for p in group["params"])
-
-
-def merged_groups(every: list[list[State]], order: list[str]) -> list[State]:
-    """Parameter groups over all ranks; settings are those of the first rank that has the group."""
-    place = {name: number for number, name in enumerate(order)}
-    merged = []
-    for number in range(max(map(len, every), default=0)):
-        parts = [rank[number] for rank in every if number < len(rank)]
-        names = {name for part in parts for name in part["params"]}
-        merged.append({**parts[0], "params": sorted(names, key=place.__getitem__)})
-    return merged
-
-
-def _own_groups(saved: list[State], here: list[State]) -> list[State]:
-    """Settings of the saved groups on this rank's parameters."""
-    settings = {name: group for group in saved for name in group["params"]}
-    result = []
-    for number, group in enumerate(here):
-        names = group["params"]
-        fallback = saved[number] if number < len(saved) else group
-        source = next((settings[name] for name in names if name in settings), fallback)
-        result.append({**group, **source, "params": names})
-    return result
 
 
 def _require_names(folder: object, saved: Iterable[str], names: Iterable[str]) -> None:

@@ -6,19 +6,26 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.testing import assert_close
 
+from engines.parallel import ParallelModel
 from engines.state.checkpoint.folder import CheckpointLock, complete_saves, prune
 from engines.state.checkpoint.legacy import TABLE, LegacyReader
 from engines.state.checkpoint.manifest import MANIFEST, read_manifest
 from engines.state.checkpoint.shard_file import ShardReader, file_problem, write_shard
 from engines.state.checkpoint.values import decode, encode
 from profiles.errors import FileError, InputError
+from tests.engines.cases import CASES
+from tests.engines.parity import alone
 
 NAME = "rank-00000.safetensors"
 
@@ -145,3 +152,62 @@ def test_a_table_of_release_0_1_takes_no_memory_by_its_claims(tmp_path: Path) ->
         (tmp_path / "old" / TABLE).write_bytes(content)
         with pytest.raises(FileError, match="cannot be read as a checkpoint"):
             LegacyReader(tmp_path / "old")
+
+
+GROUPS, NAN = "optimizer.param_groups", {"$float": "nan"}
+FORGERIES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "they are no list": lambda m: m["values"].update({GROUPS: 3}),
+    "no list of settings": lambda m: m["values"].update({GROUPS: [7]}),
+    "the names of parameters": lambda m: m["values"][GROUPS][0].pop("params"),
+    "`x` is no parameter": lambda m: m["values"][GROUPS].append({"lr": 1.0, "params": ["x"]}),
+    "is in two of them": lambda m: m["values"][GROUPS].append(m["values"][GROUPS][0]),
+    "group 0 has no `lr`": lambda m: m["values"][GROUPS][0].pop("lr"),
+    "`lr` is nan, here": lambda m: m["values"][GROUPS][0].update(lr=NAN),
+    "`lr` is -1, here": lambda m: m["values"][GROUPS][0].update(lr=-1),
+    "`lr` is '0.1', here": lambda m: m["values"][GROUPS][0].update(lr="0.1"),
+    "`lr` is None, here": lambda m: m["values"][GROUPS][0].update(lr=None),
+    "`betas` is": lambda m: m["values"][GROUPS][0].update(betas=[0.9]),
+    "`amsgrad` is": lambda m: m["values"][GROUPS][0].update(amsgrad=[]),
+    "`initial_lr` is nan": lambda m: m["values"][GROUPS][0].update(initial_lr=NAN),
+    "exp_avg` is 'x' there": lambda m: m["values"].update({_moved(m, ".exp_avg"): "x"}),
+    "bias` is 1 there": lambda m: m["values"].update({_moved(m, ".bias"): 1}),
+    "random states": lambda m: m["ranks"][0]["random"].update(torch="x"),
+}
+
+
+def _moved(manifest: dict[str, Any], end: str) -> str:
+    """The name of a tensor that the manifest no longer has."""
+    name = next(name for name in manifest["tensors"] if name.endswith(end))
+    del manifest["tensors"][name]
+    return str(name)
+
+
+def _everything(parallel: ParallelModel) -> list[Any]:
+    """Tensors of model and optimizer, and its settings."""
+    states = [list(state.values()) for state in parallel.optimizer.state.values()]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in parallel.optimizer.param_groups
+    ]
+    return deepcopy([list(parallel.module.state_dict().values()), states, groups, parallel.step])
+
+
+def test_a_forged_state_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    case = CASES["gpt"]
+    (_, parallel), (_, other) = (alone("gpt", optimizer=torch.optim.AdamW) for _ in range(2))
+    for rows in (4, 5):
+        parallel.train_step(case.batch(rows))
+    other.train_step(case.batch(4))
+    before, whole = _everything(parallel), other.save(tmp_path / "whole")
+    for number, (complaint, forge) in enumerate(FORGERIES.items()):
+        folder = tmp_path / str(number) / whole.name
+        shutil.copytree(whole, folder)
+        manifest = read_manifest(folder)
+        data = manifest.model_dump()
+        forge(data)
+        (folder / MANIFEST).write_bytes(type(manifest).model_validate(data).to_bytes())
+        with pytest.raises(FileError, match=complaint):
+            parallel.load(folder)
+        assert_close(_everything(parallel), before, rtol=0, atol=0)
+    parallel.load(whole)
+    assert_close(_everything(parallel), _everything(other), rtol=0, atol=0)
