@@ -21,7 +21,7 @@ from engines.plan import DataParallel, Plan
 from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import require_same_plan
-from engines.state.optimizer_footprint import whole_because, why_not_chunked
+from engines.state.optimizer_footprint import sparse_alone, whole_because, why_not_chunked
 from profiles.errors import ModelError, PlanError
 
 
@@ -47,7 +47,8 @@ def _require_possible(build: Build) -> None:
     if training.on_nonfinite is OnNonfinite.SKIP:
         _require_common_steps(plan)
     _require_plain(build.model)
-    require_dense(build.model, plan, build.profile.sparse_gradients)
+    sparse = build.profile.sparse_gradients
+    require_dense(build.model, plan, sparse, sparse_alone=sparse_alone(training.optimizer))
     require_compilable(build.model, plan, profile=build.profile, device=world.device)
 
 

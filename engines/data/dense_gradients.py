@@ -15,14 +15,26 @@ def sends_flat(plan: Plan) -> bool:
     return plan.data_parallel.is_sharded or plan.pp * plan.tp * plan.cp * plan.ep > 1
 
 
-def require_dense(model: nn.Module, plan: Plan, sparse: Sequence[str]) -> None:
-    """Require that gradients can be made dense; `sparse`: names of parameters where they are not.
+def require_dense(
+    model: nn.Module, plan: Plan, sparse: Sequence[str], *, sparse_alone: str = ""
+) -> None:
+    """Require that gradients can be made dense, and stepped, if the plan needs it.
+
+    Args:
+        sparse: names of parameters with sparse gradients.
+        sparse_alone: the reason why the optimizer steps no dense ones; empty if it does.
 
     Raises:
-        PlanError: something else than an embedding makes a sparse gradient.
+        PlanError: something else than an embedding makes a sparse gradient, or nothing steps them.
     """
     if not sends_flat(plan):
         return
+    if sparse_alone:
+        raise PlanError(
+            sparse_alone,
+            where=f"plan: {plan}",
+            hints=["take torch.optim.Adam, or replicate (dp_replicate without zero)"],
+        )
     for name in sparse:
         holder = model.get_submodule(name.rpartition(".")[0])
         if not isinstance(holder, nn.Embedding | nn.EmbeddingBag):

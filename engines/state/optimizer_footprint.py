@@ -76,13 +76,30 @@ def optimizer_footprint(
     return _of_tiny(given)
 
 
+def sparse_alone(given: Given | None) -> str:
+    """The reason why dense gradients cannot be stepped; empty where they can, or where the
+    optimizer cannot be made for a trial."""
+    if given is None:
+        return ""
+    try:
+        optimizer = _tiny(given)[0]
+    except Exception:  # whatever a user's class raises: it is not refused for that
+        return ""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return ""
+    return f"{type(optimizer).__name__} steps sparse gradients alone, this plan sends dense ones"
+
+
 def whole_because(given: Given | None) -> str:
-    """The reason why shards cannot be stepped alone: half of a matrix gets another update.
+    """The reason why shards cannot be stepped alone: half of a matrix gets another update, or none.
 
     Empty where it is the same, or where the optimizer cannot be tried.
     """
     if given is None:
         return ""
+    because = sparse_alone(given)
+    if because:
+        return because
     try:
         (name, whole), (_, upper), (_, lower) = _updates(given)
     except Exception:  # whatever a user's class raises: it is not refused for that
@@ -184,7 +201,8 @@ def _of_tiny(given: Given) -> OptimizerProfile:
             hints=["an optimizer that needs a closure does not fit `train_step`"],
         ) from None
     except RuntimeError:  # sparse gradients only, say: its states count as Adam's
-        return OPTIMIZERS["adam"].model_copy(update={"name": name})
+        update = {"name": name, "whole_because": whole_because(given)}
+        return OPTIMIZERS["adam"].model_copy(update=update)
     stored = sum(state.nbytes for state in _states(optimizer, matrix) if state.dim() > 0)
     copies = work.peak_bytes / matrix.nbytes
     return OptimizerProfile(

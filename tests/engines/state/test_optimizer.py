@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from engines.apply import apply_plan
+from engines.data.dense_gradients import require_dense
 from engines.plan import Plan
-from profiles.errors import InputError
+from engines.state.optimizer_footprint import sparse_alone
+from profiles.errors import InputError, PlanError
 from profiles.model.profile import ModelProfile
-from tests.engines.cases import CASES, cpu_ranks, profile_of
+from tests.engines.cases import CASES, Case, cpu_ranks, profile_of
 from tests.engines.parity import (
     KINDS,
     local_rows,
     parallelize,
     reference_loss,
     relative,
+    spread,
     state_error,
 )
 from tests.nightly import half
@@ -232,6 +235,73 @@ def test_optimizers_of_whole_matrices_are_refused_on_shards(
     for text in pool.run(_refuse_whole, name, plan, world_size=2):
         assert "looks at a whole matrix at a time" in text
         assert "dp_replicate without zero" in text
+
+
+class Bag(nn.Module):
+    """Ids to logits, by a table whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(31, 5, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.table(ids).mean(1)
+        return out
+
+
+def _bag_batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(31, (rows, 3), generator=generator), torch.arange(rows) % 5
+
+
+BAG = Case(Bag, _bag_batch, nn.functional.cross_entropy)
+
+
+def _step_bag() -> tuple[float, str]:
+    """Error of two steps of replicas against one process's, and what shards are refused for."""
+    reference, parallel = spread(BAG, "dp_replicate=2", optimizer=torch.optim.SparseAdam)
+    optimizer = torch.optim.SparseAdam(reference.parameters())
+    for rows in (8, 6):
+        parallel.train_step(local_rows(parallel, _bag_batch(rows), rows))
+        optimizer.zero_grad()
+        reference_loss(reference, BAG, _bag_batch(rows)).backward()
+        optimizer.step()
+    after = parallel.state_dict()["table.weight"]
+    error = relative(after, reference.state_dict()["table.weight"])
+    try:
+        spread(BAG, "dp_shard=2", optimizer=torch.optim.SparseAdam)
+    except PlanError as refused:
+        return error, str(refused)
+    return error, ""
+
+
+@pytest.mark.dist
+def test_an_optimizer_of_sparse_gradients_steps_replicas_and_is_refused_on_shards(
+    pool: Pool,
+) -> None:
+    for error, text in pool.run(_step_bag, world_size=2):
+        assert error < 1e-6
+        assert "SparseAdam steps sparse gradients alone" in text
+        assert "dp_replicate without zero" in text
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused_wherever_they_become_dense() -> None:
+    """torch's own error, in the first step, names neither the plan nor a way out."""
+    table = Bag()
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    table.table.weight.grad = torch.ones(31, 5)
+    with pytest.raises(RuntimeError, match="does not support dense gradients"):
+        optimizer.step()
+    for plan in (
+        "pp=2 microbatches=2 stages=x",
+        "cp=2",
+        "dp_replicate=2 zero=1",
+        "ep=2 dp_shard=2",
+    ):
+        with pytest.raises(PlanError, match="SparseAdam steps sparse gradients alone") as refused:
+            require_dense(table, Plan.parse(plan), [], sparse_alone=sparse_alone(optimizer))
+        assert "take torch.optim.Adam" in str(refused.value)
+    require_dense(table, Plan.parse("dp_replicate=2"), [], sparse_alone=sparse_alone(optimizer))
 
 
 def _on_shards(name: str) -> float | str:

@@ -125,6 +125,7 @@ class Normalised(torch.optim.Optimizer):
         (lambda p: torch.optim.Adafactor(p), True),
         (lambda p: torch.optim.Muon(p), True),
         (Normalised, True),
+        (lambda p: torch.optim.SparseAdam(p), True),
     ],
 )
 def test_optimizers_that_cannot_step_half_a_matrix_are_found_by_a_trial(
