@@ -137,6 +137,16 @@ class NoPlanError(AdvisorError):
     exit_code = 1
 
 
+def a_type(value: object) -> str:
+    """The name of the type of `value` with its article.
+
+    >>> a_type(8), a_type("8"), a_type(None)
+    ('an int', 'a str', 'a NoneType')
+    """
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
+
+
 def near_misses(name: str, known: Iterable[str], *, limit: int = 2) -> list[str]:
     """The closest names to `name`, ignoring case, best first.
 

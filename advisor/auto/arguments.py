@@ -11,7 +11,7 @@ from torch import nn
 from engines.state.deferred import deferred
 from engines.state.optimizer import OptimizerFactory
 from profiles.capture.subject import require_module
-from profiles.errors import InputError, ModelError, UnknownNameError
+from profiles.errors import InputError, ModelError, UnknownNameError, a_type
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import resolve_cluster
 
@@ -37,9 +37,7 @@ def module_of(model: ModelLike) -> nn.Module:
     with deferred():
         made: object = model()
     if not isinstance(made, nn.Module):
-        raise ModelError(
-            f"the model's function returns a {type(made).__name__}, no torch.nn.Module"
-        )
+        raise ModelError(f"the model's function returns {a_type(made)}, no torch.nn.Module")
     require_module(made)
     return made
 
@@ -54,7 +52,7 @@ def require_callables(model: object, loss_fn: object) -> None:
         require_module(model)
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(
-            f"loss_fn is a {type(loss_fn).__name__}, it must be callable: loss_fn(output, target)",
+            f"loss_fn is {a_type(loss_fn)}, it must be callable: loss_fn(output, target)",
             hints=["give a function or a module, or leave it out if the model returns its loss"],
         )
 
@@ -80,7 +78,7 @@ def optimizer_of(given: OptimizerLike) -> torch.optim.Optimizer | OptimizerFacto
     if given is None or isinstance(given, torch.optim.Optimizer) or callable(given):
         return given
     raise InputError(
-        f"optimizer is a {type(given).__name__}",
+        f"optimizer is {a_type(given)}",
         hints=['give "adamw", a factory `lambda params: torch.optim.AdamW(params)`, or one built'],
     )
 
@@ -98,7 +96,7 @@ def cluster_of(given: object) -> ClusterProfile | None:
         return resolve_cluster(given)
     count = f"{given}x" if type(given) is int else "8x"
     raise InputError(
-        f"cluster is a {type(given).__name__}: a number of devices does not say which",
+        f"cluster is {a_type(given)}: a number of devices does not say which",
         where=f"cluster={given!r}",
         hints=[f'name them: cluster="{count}H100-SXM-80GB", or give a cluster.toml, or "auto"'],
     )

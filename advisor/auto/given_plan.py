@@ -11,7 +11,7 @@ from typing import Any
 
 from engines.plan import PartialPlan, Plan, load_plan
 from engines.runtime.world import World
-from profiles.errors import InputError
+from profiles.errors import InputError, a_type
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def partial_plan_of(plan: PlanLike) -> PartialPlan:
         case str() | PathLike():
             return load_plan(plan).as_partial()
     raise InputError(
-        f"plan is a {type(plan).__name__}",
+        f"plan is {a_type(plan)}",
         hints=['give "dp_shard=8", {"dp_shard": 8}, a Plan, or the path of a plan.json'],
     )
 

@@ -23,7 +23,7 @@ from advisor.inputs import hugging_face, user_code
 from advisor.inputs.console import say
 from advisor.inputs.networks import build_network, is_network, network_profile
 from advisor.inputs.user_code import RETURN
-from profiles.errors import InputError, ModelError, UnknownNameError
+from profiles.errors import InputError, ModelError, UnknownNameError, a_type
 from profiles.model.profile import ModelProfile, Numerics
 from profiles.record import json_file
 from profiles.workload.under_stack import is_for_accelerators
@@ -427,8 +427,7 @@ def _describe(made: object) -> str:
         return f"({', '.join(type(part).__name__ for part in made)})"
     if made is None or isinstance(made, type):
         return f"`{made!r}`"
-    kind = type(made).__name__
-    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+    return a_type(made)
 
 
 def _ids(samples: int, length: int) -> Tensor:

@@ -22,7 +22,7 @@ from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import require_same_plan
 from engines.state.optimizer_footprint import sparse_alone, whole_because, why_not_chunked
-from profiles.errors import ModelError, PlanError
+from profiles.errors import ModelError, PlanError, a_type
 
 
 def validate(build: Build) -> None:
@@ -74,6 +74,6 @@ def _require_plain(model: nn.Module) -> None:
     wrapped = (ParallelModel, FSDPModule, DistributedDataParallel)
     if isinstance(model, wrapped) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ModelError(
-            f"the model is parallel already (a {type(model).__name__})",
+            f"the model is parallel already ({a_type(model)})",
             hints=["build it anew, and apply the plan to the plain module"],
         )

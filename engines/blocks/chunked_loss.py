@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engines.blocks.logits import AskedLoss, UnmadeLogits
 from engines.blocks.wrap import wrap_forward
 from engines.plan import Plan
-from profiles.errors import ModelError
+from profiles.errors import ModelError, a_type
 from profiles.torch_compat import wrapper_tensor
 from profiles.torch_compat.logits import MOVES, NEEDS_GRADIENT, RESHAPES, sizes_of
 
@@ -272,7 +272,7 @@ def chunk_loss(model: nn.Module, plan: Plan, head: str) -> None:
     module = model.get_submodule(head)
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise ModelError(
-            f"`{head}` is a {type(module).__name__}: loss_chunks={plan.loss_chunks} computes the"
+            f"`{head}` is {a_type(module)}: loss_chunks={plan.loss_chunks} computes the"
             " product of an nn.Linear",
             where=f"plan: {plan}",
             hints=["leave loss_chunks out"],

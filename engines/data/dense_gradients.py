@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from engines.plan import Plan
-from profiles.errors import PlanError
+from profiles.errors import PlanError, a_type
 
 
 def sends_flat(plan: Plan) -> bool:
@@ -39,7 +39,7 @@ def require_dense(
         holder = model.get_submodule(name.rpartition(".")[0])
         if not isinstance(holder, nn.Embedding | nn.EmbeddingBag):
             raise PlanError(
-                f"`{name}` has sparse gradients, made by a {type(holder).__name__}: the messages of"
+                f"`{name}` has sparse gradients, made by {a_type(holder)}: the messages of"
                 " this plan hold dense ones",
                 where=f"plan: {plan}",
                 hints=["make them with sparse=False, or replicate (dp_replicate without zero)"],

@@ -29,7 +29,7 @@ from engines.runtime.random_states import random_states, restore_random_states
 from profiles.capture.batch import Batch
 from profiles.capture.batch_dims import Dims
 from profiles.capture.batch_rows import batch_size, split_rows
-from profiles.errors import BatchError, InputError
+from profiles.errors import BatchError, InputError, a_type
 from profiles.model.profile import ModelProfile
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ShardedLoader:
     ) -> None:
         if not isinstance(loader, Iterable):
             raise InputError(
-                f"a {type(loader).__name__} yields no batches",
+                f"{a_type(loader)} yields no batches",
                 where="parallel.shard",
                 hints=["give a DataLoader, or anything that yields global batches"],
             )

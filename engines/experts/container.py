@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from profiles.capture.experts import experts_of
 from profiles.capture.fake_tensors import preserved_random_state
-from profiles.errors import PlanError
+from profiles.errors import PlanError, a_type
 
 TOLERANCE = 1e-4
 """Relative; sums in another order differ by far less, other experts by the order of 1."""
@@ -58,7 +58,7 @@ def require_separable(path: str, module: nn.Module, *, size: int) -> None:
         raise PlanError(
             f"the experts of `{path}` over {size} ranks do not compute what they compute on one:"
             f" {why_not}",
-            where=f"a {type(module).__name__} of {experts_of(module)} experts",
+            where=f"{a_type(module)} of {experts_of(module)} experts",
             hints=["set ep=1"],
         )
 

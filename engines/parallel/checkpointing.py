@@ -35,7 +35,7 @@ from engines.state.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
 from engines.state.optimizer import empty_optimizer, send_from_first
-from profiles.errors import InputError
+from profiles.errors import InputError, a_type
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import version_of
 from profiles.torch_compat.ddp import bucket_order, hook_state, rebuild_buckets
@@ -87,8 +87,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise InputError(
-                    f"`{name}` is a {type(value).__name__}, without `state_dict` and"
-                    " `load_state_dict`",
+                    f"`{name}` is {a_type(value)}, without `state_dict` and `load_state_dict`",
                     where="parallel.register",
                 )
             self._objects[name] = value

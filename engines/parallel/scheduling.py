@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from engines.optional.async_updates.exchange import UpdateExchange
-from profiles.errors import InputError
+from profiles.errors import InputError, a_type
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 NAME = "scheduler"
@@ -42,7 +42,7 @@ class SchedulingMixin:
         is_built = hasattr(factory, "state_dict") and not isinstance(factory, type)
         if is_built or not callable(factory):
             raise InputError(
-                f"`scheduler` is a {type(factory).__name__}: the plan's own optimizer is wanted in"
+                f"`scheduler` is {a_type(factory)}: the plan's own optimizer is wanted in"
                 " it, which is not there yet",
                 hints=[f"give a factory: `{hint}`"],
             )
@@ -58,7 +58,7 @@ class SchedulingMixin:
             )
         if not hasattr(made, "step") or getattr(made, "optimizer", None) is not self.optimizer:
             raise InputError(
-                f"`scheduler` made a {type(made).__name__} that is none of the plan's optimizer",
+                f"`scheduler` made {a_type(made)} that is none of the plan's optimizer",
                 hints=[f"make it of the argument: `{hint}`"],
             )
         self.scheduler = made

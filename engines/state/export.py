@@ -19,7 +19,7 @@ from engines.state.checkpoint.shard_file import ShardWriter
 from engines.state.layout import Layout
 from engines.state.stored import INDEX, SINGLE, Form
 from engines.state.weights import names_of
-from profiles.errors import FileError, InputError, ModelError
+from profiles.errors import FileError, InputError, ModelError, a_type
 from profiles.units import GIB, KIB, MIB
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": KIB, "MIB": MIB, "GIB": GIB}
@@ -58,7 +58,7 @@ def forms_of(model: nn.Module, layout: Layout) -> dict[str, Form]:
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise ModelError(
-                f"`{name}` in the state dict is a {type(value).__name__}: safetensors files hold"
+                f"`{name}` in the state dict is {a_type(value)}: safetensors files hold"
                 " tensors alone",
                 hints=["keep it in a buffer, or save a checkpoint: `parallel.save(folder)`"],
             )

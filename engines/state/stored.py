@@ -17,7 +17,7 @@ from engines.state.checkpoint.load import SavedStates
 from engines.state.checkpoint.shard_file import DTYPES
 from engines.state.checkpoint.training_state import MODEL
 from engines.state.checkpoint.values import dtype_of
-from profiles.errors import FileError, InputError
+from profiles.errors import FileError, InputError, a_type
 from profiles.record import json_file, open_regular
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -64,7 +64,7 @@ class Given:
     def form(self, name: str) -> Form:
         tensor = self._tensors[name]
         if not isinstance(tensor, Tensor):
-            raise InputError(f"`{name}` in `weights` is a {type(tensor).__name__}, no tensor")
+            raise InputError(f"`{name}` in `weights` is {a_type(tensor)}, no tensor")
         return Form(tuple(tensor.shape), tensor.dtype)
 
     def read(self, name: str, target: Tensor, *, offsets: Sequence[int]) -> None:

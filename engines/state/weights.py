@@ -15,7 +15,7 @@ from engines.state.checkpoint.agreement import Alone
 from engines.state.checkpoint.folder import is_checkpoint
 from engines.state.checkpoint.load import has_save, open_save
 from engines.state.stored import Form, Given, SafetensorsFiles, Saved, Stored
-from profiles.errors import InputError, ModelError, near_misses
+from profiles.errors import InputError, ModelError, a_type, near_misses
 
 Init: TypeAlias = Callable[[nn.Module], object]
 """Fills the parameters and buffers that its module holds itself, as `model.apply` calls it."""
@@ -48,7 +48,7 @@ def open_weights(weights: Weights) -> Init | Stored:
     if callable(weights):
         return weights
     raise InputError(
-        f"weights is a {type(weights).__name__}",
+        f"weights is {a_type(weights)}",
         hints=["give init(module), a mapping of names to tensors, or a path to safetensors files"],
     )
 

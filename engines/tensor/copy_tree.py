@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from profiles.errors import ModelError
+from profiles.errors import ModelError, a_type
 from profiles.torch_compat import Tree, map_leaves
 
 
@@ -31,7 +31,7 @@ def copy_tree(tree: Tree, of: Callable[[Tensor], Tensor]) -> Tree:
             with _Replacing(of):
                 return copy.deepcopy(value, copies)
         except Exception as error:  # an object may fail to be copied in a way of its own
-            raise ModelError(f"a {type(value).__name__} cannot be copied: {error}") from error
+            raise ModelError(f"{a_type(value)} cannot be copied: {error}") from error
 
     return map_leaves(leaf, tree)
 

@@ -19,7 +19,7 @@ from engines.tensor.unit_copy import UnitCopy, copy_unit, unit_kinds
 from engines.tensor.unit_proof import Verdict, prove_unit
 from engines.tensor.variants import ALONE, Styles, variants
 from profiles.capture.batch import Batch
-from profiles.errors import PlanError
+from profiles.errors import PlanError, a_type
 from profiles.model.flow import GLUE, LOSS, Flow
 from profiles.model.profile import ModelProfile
 from profiles.record import Record
@@ -221,7 +221,7 @@ def _require_possible(module: nn.Module, styles: Sequence[Style], path: str) -> 
             kinds = (Kind.COLUMN, Kind.ROW, Kind.GATHER)
         if style.kind in LAYER_KINDS and not (style.kind in kinds and can_split(module)):
             raise PlanError(
-                f"`{path}`, a {type(module).__name__}, cannot be split by `{style}`",
+                f"`{path}`, {a_type(module)}, cannot be split by `{style}`",
                 where=f"tensor style {path}:{style}",
                 hints=[
                     "column, row and gather are for linear layers and convolutions, vocab is for"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from profiles.capture.batch_tree import Batch as Batch
 from profiles.capture.batch_tree import describe
-from profiles.errors import BatchError, ModelError
+from profiles.errors import BatchError, ModelError, a_type
 
 LossFn: TypeAlias = Callable[..., Tensor]
 
@@ -97,7 +97,7 @@ def loss_of(output: object, batch: Batch, loss_fn: LossFn | None) -> Tensor:
     loss = find_loss(output) if loss_fn is None else loss_fn(output, target_of(batch))
     if loss is None:
         raise ModelError(
-            f"the model returns no loss (its output is a {type(output).__name__})",
+            f"the model returns no loss (its output is {a_type(output)})",
             hints=["give loss_fn, as in loss_fn(output, target)"],
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from profiles.errors import BatchError
+from profiles.errors import BatchError, a_type
 
 Batch: TypeAlias = Any
 """A tensor, a tuple (inputs..., target), a mapping of keyword arguments, or one object that is the
@@ -125,7 +125,7 @@ def batch_items(batch: Batch) -> list[tuple[str, object]]:
 
     if batch is None or isinstance(batch, str | bytes | int | float):
         raise BatchError(
-            f"a {type(batch).__name__} is not a batch",
+            f"{a_type(batch)} is not a batch",
             hints=["give a tensor, a tuple (inputs..., target) or a dict of keyword arguments"],
         )
     map_nodes(visit, batch)

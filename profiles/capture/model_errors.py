@@ -10,7 +10,7 @@ from torch import nn
 from profiles.capture.batch_tree import describe
 from profiles.capture.frames import model_line, summary, user_line
 from profiles.capture.subject import TracedModel
-from profiles.errors import AdvisorError, ModelError
+from profiles.errors import AdvisorError, ModelError, a_type
 from profiles.model.profile import GLUE
 from profiles.model.source import ValueRead
 from profiles.torch_compat import data_dependent_errors
@@ -90,7 +90,7 @@ def _where(subject: TracedModel, error: Exception, innermost: nn.Module | None) 
     lines = [f"sample: {describe(subject.sample)}"]
     if innermost is not None:
         path = _paths(subject)[id(innermost)]
-        lines.insert(0, f"in `{path or '(the model itself)'}`, a {type(innermost).__name__}")
+        lines.insert(0, f"in `{path or '(the model itself)'}`, {a_type(innermost)}")
     line = user_line(error)
     if line is not None:
         lines.insert(0, line)

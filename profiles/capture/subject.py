@@ -15,7 +15,7 @@ from profiles.capture.batch_tree import batch_tensors
 from profiles.capture.layer_trace import Shapes, layer_shapes
 from profiles.capture.manual_placement import devices_of, is_manually_placed
 from profiles.capture.modules import Unit, find_units, owners
-from profiles.errors import ModelError
+from profiles.errors import ModelError, a_type
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ def dtype_name(tensor: nn.Parameter | object) -> str:
 def require_module(model: object) -> None:
     """Raises ModelError: no module, one whose shapes are not known yet, or parts elsewhere."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"a torch.nn.Module is wanted, this is a {type(model).__name__}")
+        raise ModelError(f"a torch.nn.Module is wanted, this is {a_type(model)}")
     remote = next(_remote_modules(model), None)
     if remote is not None:
         raise ModelError(

@@ -23,7 +23,7 @@ from profiles.capture.model_errors import explained
 from profiles.capture.repeats import Repeats, drawn_state
 from profiles.capture.storages import Storages
 from profiles.capture.subject import TracedModel
-from profiles.errors import ModelError
+from profiles.errors import ModelError, a_type
 from profiles.model.flow import Flow
 from profiles.model.profile import LOSS, LossTerms, Numerics
 from profiles.model.source import CaptureSource, ValueRead
@@ -246,7 +246,7 @@ def _forward(subject: TracedModel, batch: Batch, trace: TraceMode) -> tuple[list
     if not roots and any(p.requires_grad for p in subject.parameters.values()):
         raise ModelError(
             f"no gradient can flow back from the output of `{type(model).__name__}`"
-            f" (a {type(output).__name__})",
+            f" ({a_type(output)})",
             hints=["give loss_fn, or let the model return tensors, tuples or dicts of them"],
         )
     return roots, False

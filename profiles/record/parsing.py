@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from profiles.errors import FileError
+from profiles.errors import FileError, a_type
 from profiles.record.reading import MOST_BYTES, read_text
 from profiles.units import KIB, MIB
 
@@ -84,7 +84,7 @@ def json_object(text: str, *, where: str | None = None, limits: Limits = DEFAULT
     """
     data = json_value(text, where=where, limits=limits)
     if not isinstance(data, dict):
-        raise FileError(f"a JSON object is wanted, this is a {type(data).__name__}", where=where)
+        raise FileError(f"a JSON object is wanted, this is {a_type(data)}", where=where)
     return data
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from profiles.errors import FileError, InputError
+from profiles.errors import FileError, InputError, a_type
 
 State = dict[str, Any]
 
@@ -80,7 +80,7 @@ def encode(value: object, name: str, tensors: dict[str, Tensor], *, depth: int =
             plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
             return {k: inner(v, k) for k, v in value.items()} if plain else {"$dict": pairs(value)}
     raise InputError(
-        f"`{name}` is a {type(value).__name__}: checkpoints hold tensors, arrays, numbers, text"
+        f"`{name}` is {a_type(value)}: checkpoints hold tensors, arrays, numbers, text"
         " and lists or dicts of them",
         hints=["leave it out of `state_dict()`, or store what it is made from"],
     )

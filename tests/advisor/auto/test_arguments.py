@@ -32,10 +32,10 @@ def test_a_cluster_by_name_and_this_machine() -> None:
     ("argument", "message"),
     [
         ({"optimizer": "adamww"}, r"unknown optimizer `adamww`[\s\S]*did you mean `adamw`"),
-        ({"optimizer": 3}, 'optimizer is a int[\\s\\S]*give "adamw"'),
+        ({"optimizer": 3}, 'optimizer is an int[\\s\\S]*give "adamw"'),
         ({"cluster": 8}, r"a number of devices does not say which[\s\S]*8xH100-SXM-80GB"),
         ({"loss_fn": "mse"}, "loss_fn is a str, it must be callable"),
-        ({"plan": 8}, 'plan is a int[\\s\\S]*give "dp_shard=8"'),
+        ({"plan": 8}, 'plan is an int[\\s\\S]*give "dp_shard=8"'),
         ({"sample": None}, "a NoneType is not a batch"),
         ({"sample": ()}, "the batch holds no tensor"),
         (
@@ -60,7 +60,7 @@ def test_an_argument_of_another_kind_says_what_to_give(
     [
         ("gpt", "a torch.nn.Module is wanted, this is a str"),
         (nn.Linear, r"the model's function wants arguments[\s\S]*lambda: Model\(config\)"),
-        (lambda: 3, "the model's function returns a int, no torch.nn.Module"),
+        (lambda: 3, "the model's function returns an int, no torch.nn.Module"),
     ],
 )
 def test_what_is_no_model_and_builds_none_is_refused(model: Any, message: str) -> None:

@@ -131,9 +131,9 @@ def test_the_schedule_s_own_rates_are_scaled_with_the_optimizer_s() -> None:
 
 def test_what_is_no_factory_of_a_scheduler_is_refused() -> None:
     optimizer = sgd([torch.nn.Parameter(torch.ones(1))])
-    with pytest.raises(InputError, match="`scheduler` is a ExponentialLR: the plan's own"):
+    with pytest.raises(InputError, match="`scheduler` is an ExponentialLR: the plan's own"):
         alone("gpt", optimizer=sgd, scheduler=ExponentialLR(optimizer, 0.9))
-    with pytest.raises(InputError, match="`scheduler` made a ExponentialLR that is none of the"):
+    with pytest.raises(InputError, match="`scheduler` made an ExponentialLR that is none of the"):
         alone("gpt", optimizer=sgd, scheduler=lambda own: ExponentialLR(optimizer, 0.9))
     with pytest.raises(InputError, match="`scheduler` made a NoneType"):
         alone("gpt", optimizer=sgd, scheduler=lambda own: None)

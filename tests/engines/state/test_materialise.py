@@ -353,7 +353,7 @@ def test_paths_that_hold_no_safetensors_are_refused(tmp_path: Path) -> None:
         open_weights(tmp_path / "bad.json")
     with pytest.raises(InputError, match="weights is a module"):
         open_weights(nn.Linear(1, 1))
-    with pytest.raises(InputError, match="weights is a int"):
+    with pytest.raises(InputError, match="weights is an int"):
         open_weights(3)  # type: ignore[arg-type]
 
 

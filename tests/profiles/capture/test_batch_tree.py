@@ -94,9 +94,11 @@ def test_modules_are_not_gone_into() -> None:
     assert map_batch(torch.neg, (layer, X))[0] is layer
 
 
-@pytest.mark.parametrize("batch", [None, "text", 3])
-def test_what_no_model_can_be_given_is_refused(batch: object) -> None:
-    with pytest.raises(BatchError, match=f"a {type(batch).__name__} is not a batch"):
+@pytest.mark.parametrize(
+    ("batch", "kind"), [(None, "a NoneType"), ("text", "a str"), (3, "an int")]
+)
+def test_what_no_model_can_be_given_is_refused(batch: object, kind: str) -> None:
+    with pytest.raises(BatchError, match=f"{kind} is not a batch"):
         batch_items(batch)
 
 

@@ -170,5 +170,5 @@ def test_ranks_that_name_different_folders_are_named(pool: Pool, tmp_path: Path)
 
 def test_an_object_without_a_state_is_refused() -> None:
     parallel, _, _ = job("dp_replicate=1")
-    with pytest.raises(InputError, match="`schedule` is a int, without `state_dict`"):
+    with pytest.raises(InputError, match="`schedule` is an int, without `state_dict`"):
         parallel.register(schedule=3)  # type: ignore[arg-type]
