@@ -7,8 +7,9 @@ import os
 
 from advisor.decide.decision import Decision
 from advisor.report.basis import too_large_to_load
-from engines.plan import AXES
+from engines.plan import AXES, Plan
 from engines.runtime.preflight import job_risks
+from profiles.machine.cluster import ClusterProfile
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,12 @@ def warn_of_risks(decision: Decision, *, ranks: int, is_loaded: bool = False) ->
 
 def risks_of(decision: Decision, *, ranks: int, is_loaded: bool = False) -> list[str]:
     """The risks of this node for a job of `ranks` under the plan of `decision`, in words."""
-    cluster, plan = decision.facts.cluster, decision.plan
+    risks = machine_risks(decision.plan, decision.facts.cluster, ranks=ranks)
+    return [*risks, *(() if is_loaded else too_large_to_load(decision))]
+
+
+def machine_risks(plan: Plan, cluster: ClusterProfile, *, ranks: int) -> list[str]:
+    """Those of them that do not depend on the model."""
     is_gpu = cluster.device.kind != "cpu"
     axes = sum(getattr(plan, axis) > 1 for axis in AXES)
     is_direct = cluster.host_bridge is None or cluster.host_bridge.peer_to_peer
@@ -34,4 +40,4 @@ def risks_of(decision: Decision, *, ranks: int, is_loaded: bool = False) -> list
         devices=cluster.devices_per_node if is_gpu else 0,
         over_pcie=over_pcie and is_direct,
     )
-    return [*map(str, risks), *(() if is_loaded else too_large_to_load(decision))]
+    return [*map(str, risks)]

@@ -144,6 +144,7 @@ def _notes(
     checked: Checked, terms: dict[Term, TermResidual], known: Anchor | None
 ) -> Iterator[str]:
     from advisor.auto.check import why_not_alone
+    from advisor.auto.preflight import machine_risks
 
     measured, ranks = checked.measured, checked.plan.world_size
     timing = measured.step or measured.alone
@@ -160,3 +161,8 @@ def _notes(
         yield f"Outside the predicted range: {', '.join(outside)}."
     else:
         yield "All within the predicted ranges."
+    cluster = checked.facts.cluster
+    risks = machine_risks(checked.plan, cluster, ranks=cluster.world_size)
+    yield from (f"Preflight: {risk}." for risk in risks)
+    if not risks:
+        yield "Preflight: open files and direct copies between GPUs are no risk to the plan."

@@ -185,6 +185,18 @@ def test_it_exits_with_one_where_a_term_is_outside_its_range(
 
 
 @pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("limit", [128, 1_000_000])
+def test_risks_of_the_machine_are_listed(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with torch alone has more open files than 128 with its data and a group."""
+    monkeypatch.setattr(advisor.auto.check, "check", lambda *_: predicted_exactly(1.0))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (limit, limit))
+    stdout = " ".join(advise("check", "chain").stdout.split())
+    assert ("Preflight: a rank may have 128 open files" in stdout) == (limit == 128)
+    assert ("`ulimit -n 65536` before the start." in stdout) == (limit == 128)
+    assert ("are no risk to the plan" in stdout) == (limit > 128)
+
+
+@pytest.mark.usefixtures("_own_cache")
 def test_a_saved_anchor_is_used_unless_disabled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
