@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from math import ceil
 from typing import NamedTuple
 
-from engines.tensor.styles import Kind, Style, cutting, without_numbers
+from engines.tensor.styles import LOCAL, Kind, Style, cutting, without_numbers
 from engines.tensor.token_rules import SPLIT
 from profiles.machine.cluster import Collective
 from profiles.model.layers import LayerCost, LayerKind
@@ -188,6 +188,14 @@ def cut(
             continue
         share = cut_share(layer, style, tp)
         row = style.kind is Kind.ROW
+        if style.kind is Kind.HEADS:  # one of the heads, for the rank's share of the queries
+            own = 1 / style.packs
+            sums.add(layer, own=own, after=share, saved=1.0, whole=layer.input_bytes)
+            if not by_tokens:
+                parts = weights, biases, *layer.after.parameter_gradient_bytes
+                partial += sum(parts)
+                tensors += sum(part > 0 for part in parts)
+            continue
         parameter_bytes -= layer.weight_bytes * (1 - share)
         gradient_bytes -= weights * (1 - share)
         if by_tokens:
@@ -351,7 +359,7 @@ def _exchanges(
             else:
                 yield TensorExchange(Collective.ALL_REDUCE, "outputs", made, True, again)
             continue
-        if not (by_tokens and style.kind is Kind.COLUMN):
+        if not (by_tokens and style.kind in LOCAL):
             if layer.same_input != copied and layer.needs_input_gradient:
                 yield TensorExchange(Collective.ALL_REDUCE, "gradients of inputs", given, False)
             copied = layer.same_input
@@ -401,7 +409,7 @@ def cut_unit(unit: UnitProfile, cost: UnitCost, styled: Styled, *, tp: int) -> U
     parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
     for layer, place in zip(cost.layers, styled[1:], strict=True):
         style = cutting(place.styles)
-        if style is None:
+        if style is None or style.kind is Kind.HEADS:
             continue
         share = cut_share(layer, style, tp)
         row = style.kind is Kind.ROW or layer.kind is LayerKind.EMBEDDING

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from advisor.cost.tensor import Styled, cut_share
-from engines.tensor.styles import Kind, cutting
+from engines.tensor.styles import LOCAL, Kind, cutting
 from engines.tensor.token_rules import SPLIT
 from profiles.model.layers import LayerCost, LayerKind, Stretch
 from profiles.model.profile import UnitCost
@@ -76,9 +76,10 @@ def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> Uni
         if style is None:
             own = after = rest
         else:
-            own = cut_share(layer, style, tp)
-            is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
-            after = own if is_local and layer.kind is not LayerKind.EMBEDDING else rest
+            share = cut_share(layer, style, tp)
+            own = 1 / style.packs if style.kind is Kind.HEADS else share
+            is_local = style.kind in (*LOCAL, Kind.VOCAB)
+            after = share if is_local and layer.kind is not LayerKind.EMBEDDING else rest
         product = _own(layer, None if style is None else style.kind, own, samples)
         if product is not None:
             products.append(product)

@@ -57,6 +57,8 @@ def slices_of(module: nn.Module, style: Style) -> dict[str, Slice]:
     """Slices of the layer's own parameters on a rank; those not named stay whole."""
     if isinstance(module, nn.Embedding):
         return {"weight": Slice(0)}
+    if style.kind is Kind.HEADS:
+        return {}
     inputs, outputs = (0, 1) if is_transposed_linear(module) else (1, 0)
     if style.kind is Kind.ROW:
         return {"weight": Slice(inputs, style.packs)}

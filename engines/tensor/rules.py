@@ -194,7 +194,10 @@ def _split_unit(
         pairs.append(Pair(tuple(c.path for c in columns), tuple(r.path for r in rows)))
         styles |= {layer.path: Style(kind=Kind.ROW) for layer in rows}
         for layer in columns:
-            styles[layer.path] = Style(kind=Kind.COLUMN, packs=len(layer.pieces) or 1)
+            style = Style(kind=Kind.COLUMN, packs=len(layer.pieces) or 1)
+            if _is_repeated(layer, columns, tp):
+                style = Style(kind=Kind.HEADS, packs=layer.heads)
+            styles[layer.path] = style
     for layer in layers:
         reason = _too_small(layer, unit, tp, smallest)
         if reason:
@@ -243,7 +246,8 @@ def _why_no_pair(
         if len(pieces) > 1 or len(layer.pieces) not in (0, *_FUSED):
             return f"its outputs are split into {' + '.join(map(str, layer.pieces))}"
         (piece,) = pieces
-        if layer.heads % tp and layer.heads > 1:
+        is_repeated = _is_repeated(layer, columns, tp)
+        if layer.heads % tp and layer.heads > 1 and not is_repeated:
             return f"{layer.heads} heads for {tp} ranks"
         if layer.heads in handed:
             return f"a tensor for all {layer.heads} heads goes from unit to unit"
@@ -257,6 +261,13 @@ def _why_no_pair(
         if any(used in heads and used != width for used in _used(layer)):
             return f"parameters between the layers have a number for each of {max(heads)} heads"
     return ""
+
+
+def _is_repeated(layer: LayerCost, columns: Sequence[LayerCost], tp: int) -> bool:
+    """True if each of its heads, of keys or values, is read by the queries of several ranks."""
+    is_plain = layer.kind is LayerKind.LINEAR and not layer.pieces
+    is_few = 1 < layer.heads < tp and tp % layer.heads == 0
+    return is_plain and is_few and any(other.heads % tp == 0 for other in columns)
 
 
 def _used(layer: LayerCost) -> list[float]:

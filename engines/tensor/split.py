@@ -20,7 +20,7 @@ from engines.tensor.collectives import Collectives, GroupCollectives
 from engines.tensor.layers import feature_dim, features, slices_of, with_bias, without_bias
 from engines.tensor.logits import VocabLogits
 from engines.tensor.sequence_parallel import exchange_tokens
-from engines.tensor.styles import LAYER_KINDS, Kind, Style, cutting
+from engines.tensor.styles import LAYER_KINDS, LOCAL, Kind, Style, cutting
 from profiles.capture.transformers_compat import is_transposed_linear
 from profiles.errors import PlanError
 
@@ -83,7 +83,7 @@ def split(
         by_tokens = any(_lies_in(path, block) for block in blocks)
         for style in wanted:
             if style.kind is Kind.SIZES:
-                _count_local(module, style.sizes, collectives, path=path)
+                _count_local(module, style, collectives, path=path)
                 continue
             if style.kind in (Kind.ENTRY, Kind.EXIT, Kind.JOINED):
                 exchange_tokens(module, style.kind, collectives, join)
@@ -152,7 +152,9 @@ def _add_collectives(
         summed = collectives.reduce_tokens if by_tokens else collectives.reduce
         _replace_forward(module, _row(module, summed))
         return
-    if by_tokens and style.kind is Kind.COLUMN:
+    if style.kind is Kind.HEADS:
+        _replace_forward(module, _own_head(module, style.packs, collectives))
+    if by_tokens and style.kind in LOCAL:
         return  # joining the tokens reduced its gradients
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -177,6 +179,32 @@ def _row(module: nn.Module, summed: Callable[[Tensor], Tensor]) -> Callable[...,
 
     def forward(module: nn.Module, input: Tensor) -> Tensor:
         return with_bias(module, summed(product(module, input)))
+
+    return forward
+
+
+def _own_head(module: nn.Module, heads: int, collectives: Collectives) -> Callable[..., Tensor]:
+    """A forward that computes the one of few heads which this rank's share of the others reads.
+
+    Several ranks compute each head, in order. The weight stays whole, and its gradient is a part of
+    a sum over the ranks: zero but for this head.
+    """
+    outputs = features(module)[1]
+    is_split = collectives.size > 1
+    if is_split and (outputs % heads or collectives.size % heads):
+        raise PlanError(
+            f"{heads} heads of {outputs} features for {collectives.size} ranks: each is computed by"
+            " as many ranks as the others",
+            hints=["take a tp that the heads divide, or leave the layer whole"],
+        )
+    width = outputs // heads
+    start = collectives.rank * heads // collectives.size * width
+    rows = slice(start, start + width if is_split else outputs)
+
+    def forward(module: nn.Module, input: Tensor) -> Tensor:
+        bias = module._parameters.get("bias")
+        weight = module.get_parameter("weight")[rows]
+        return F.linear(input, weight, None if bias is None else bias[rows])
 
     return forward
 
@@ -306,27 +334,25 @@ class _Shared:
                 self._last = None
 
 
-def _count_local(
-    module: nn.Module, names: Sequence[str], collectives: Collectives, *, path: str
-) -> None:
-    """While the forward of `module` runs, its attributes `names` say this rank's share."""
-    for name in names:
+def _count_local(module: nn.Module, style: Style, collectives: Collectives, *, path: str) -> None:
+    """While the forward of `module` runs, its attributes `style.sizes` say this rank's share."""
+    size, shares = collectives.size, style.packs if collectives.size > 1 else 1
+    for name in style.sizes:
         value = getattr(module, name, None)
-        if type(value) is not int or value % collectives.size:
+        if type(value) is not int or value * shares % size:
             raise PlanError(
-                f"`{path}.{name}` is {value}: it has no equal share for each of {collectives.size}"
-                " ranks",
-                where=f"tensor style {path}:sizes({'+'.join(names)})",
+                f"`{path}.{name}` is {value}: it has no equal share for each of {size} ranks",
+                where=f"tensor style {path}:{style}",
             )
-    _run_within(module, lambda module: _counting(module, names, collectives.size))
+    _run_within(module, lambda module: _counting(module, style.sizes, shares, size))
 
 
 @contextmanager
-def _counting(module: nn.Module, names: Sequence[str], size: int) -> Iterator[None]:
+def _counting(module: nn.Module, names: Sequence[str], shares: int, size: int) -> Iterator[None]:
     before = {name: getattr(module, name) for name in names}
     try:
         for name, value in before.items():
-            setattr(module, name, value // size)
+            setattr(module, name, value * shares // size)
         yield
     finally:
         for name, value in before.items():

@@ -11,7 +11,7 @@ from torch import nn
 
 from engines.tensor.layers import can_split, is_plain
 from engines.tensor.rules import Pair, pairs_of
-from engines.tensor.styles import LAYER_KINDS, Kind, Style, cutting, ordered, styles_of
+from engines.tensor.styles import LAYER_KINDS, LOCAL, Kind, Style, cutting, ordered, styles_of
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.token_borders import with_borders
 from engines.tensor.token_rules import SPLIT
@@ -163,7 +163,7 @@ def _counts(copy: UnitCopy, inner: Styles, pairs: Sequence[Pair], *, size: int) 
         for variant in variants(pair, layers, copy.unit, size=size):
             if not prove_unit(copy, {**taken, **variant}, size=size).why_not:
                 taken.update(variant)
-                sizes = {p: s for p, s in variant.items() if s[0].kind is Kind.SIZES}
+                sizes = {p: s for p, s in variant.items() if s[-1].kind is Kind.SIZES}
                 counts.update(sizes)
                 break
     return counts
@@ -174,7 +174,7 @@ def _of_layer(unit: nn.Module, inner: Styles) -> Verdict | None:
     if not is_plain(unit):
         return None
     style = cutting(inner.get("", ()))
-    if style is not None and style.kind in (Kind.COLUMN, Kind.ROW):
+    if style is not None and style.kind in (*LOCAL, Kind.ROW):
         return Verdict("values between units are whole, and it has no other half in its unit")
     return Verdict() if len(inner) == 1 else None
 

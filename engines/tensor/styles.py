@@ -19,6 +19,7 @@ class Kind(StrEnum):
     """The kind of a split: what becomes of a module's parameters, inputs and outputs."""
 
     COLUMN = "column"  # output features split; what follows sees this rank's share
+    HEADS = "heads"  # of fewer heads than ranks: whole, and a rank computes the head that it needs
     ROW = "row"  # input features split; partial outputs are summed over the ranks
     GATHER = "gather"  # as column, outputs put together again: right everywhere, most traffic
     VOCAB = "vocab"  # rows of an embedding; or of the head, whose logits stay split for the loss
@@ -33,7 +34,8 @@ class Style(Record):
     """One entry of a tensor plan, written "column", "column/3", "row" or "sizes(num_heads)".
 
     Attributes:
-        packs: tensors that lie side by side in one weight (a fused query, key and value are 3).
+        packs: tensors that lie side by side in one weight (a fused query, key and value are 3); the
+            heads of `Kind.HEADS`; how many shares the attributes of `Kind.SIZES` say.
         sizes: the attributes of `Kind.SIZES`.
     """
 
@@ -42,9 +44,8 @@ class Style(Record):
     sizes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if self.kind is Kind.SIZES:
-            return f"sizes({'+'.join(self.sizes)})"
-        return f"{self.kind}/{self.packs}" if self.packs > 1 else str(self.kind)
+        text = f"{self.kind}/{self.packs}" if self.packs > 1 else str(self.kind)
+        return f"{text}({'+'.join(self.sizes)})" if self.kind is Kind.SIZES else text
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -65,8 +66,10 @@ class Style(Record):
         )
 
 
-LAYER_KINDS = (Kind.COLUMN, Kind.ROW, Kind.GATHER, Kind.VOCAB)
-"""Those that cut a layer's parameters."""
+LAYER_KINDS = (Kind.COLUMN, Kind.HEADS, Kind.ROW, Kind.GATHER, Kind.VOCAB)
+"""Those that cut a layer's parameters or, `HEADS`, their use."""
+LOCAL = (Kind.COLUMN, Kind.HEADS)
+"""Those whose outputs only a row-wise layer takes."""
 _FORM = re.compile(r"([a-z]+)(?:/([1-9]\d*))?(?:\(([A-Za-z_]\w*(?:\+[A-Za-z_]\w*)*)\))?")
 
 

@@ -54,6 +54,8 @@ def owner(path: str, units: Iterable[str]) -> str:
 
 def _cut(kind: LayerKind, style: Style, own: str) -> tuple[int, int] | None:
     """Dimension and packs of the cut of a layer's parameter; None if it stays whole."""
+    if style.kind is Kind.HEADS:
+        return None
     if kind is LayerKind.EMBEDDING:
         return 0, 1
     inputs = 0 if kind is LayerKind.TRANSPOSED else 1

@@ -79,7 +79,7 @@ def _joined(model: ModelProfile, unit: UnitProfile, pairs: Pairs, tp: int) -> li
         style = cutting(Style.parse(text) for pattern, text in pairs if matches(pattern, path))
         if style is not None:
             kinds[layer.path] = style.kind
-    if set(kinds.values()) != {Kind.COLUMN, Kind.ROW}:
+    if set(kinds.values()) - {Kind.HEADS} != {Kind.COLUMN, Kind.ROW}:
         return None
     split = [pair for pair in pairs_of(model, unit.name) if pair.columns[0] in kinds]
     return [place for pair in split for place in join_places(pair)]

@@ -10,7 +10,7 @@ different functions agree with probability zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engines.state.slices import Slice
 from engines.tensor.collectives import SEQUENCE, require_equal_tokens
 from engines.tensor.split import split
-from engines.tensor.styles import Style
+from engines.tensor.styles import Kind, Style
 from engines.tensor.unit_copy import SEED, UnitCopy, first_line
 from profiles.errors import AdvisorError
 from profiles.torch_compat import is_fake
@@ -90,7 +90,7 @@ def prove_unit(
         record.require_sums()
         for run in runs:
             _require_equal(run, whole)
-        return Verdict(partial=_partial(runs, whole, cuts))
+        return Verdict(partial=_partial(runs, whole, cuts, _of_few_heads(copy.unit, styles)))
     except _UnitDiffers as difference:
         return Verdict(str(difference))
 
@@ -297,10 +297,21 @@ def _require_equal(run: CallResult, whole: CallResult) -> None:
             raise _UnitDiffers("the gradient of an input differs from that of the whole unit")
 
 
+def _of_few_heads(unit: nn.Module, styles: Mapping[str, Sequence[Style]]) -> set[str]:
+    """Parameters of which a rank uses one head: their gradients are parts, also where the whole is
+    zero but for rounding, as of a key's bias. Ranks that kept their own would drift apart."""
+    few = [path for path, wanted in styles.items() if any(s.kind is Kind.HEADS for s in wanted)]
+    own = {p for path in few for p in unit.get_submodule(path).parameters(recurse=False)}
+    return {name for name, parameter in unit.named_parameters() if parameter in own}
+
+
 def _partial(
-    runs: Sequence[CallResult], whole: CallResult, cuts: Mapping[str, Slice]
+    runs: Sequence[CallResult],
+    whole: CallResult,
+    cuts: Mapping[str, Slice],
+    parts: Container[str],
 ) -> frozenset[str]:
-    """The whole parameters whose gradients are parts of a sum."""
+    """The whole parameters whose gradients are parts of a sum; `parts` are among them."""
     floor = _largest(whole.of_parameters.values())
     partial = set()
     for name, wanted in whole.of_parameters.items():
@@ -316,7 +327,7 @@ def _partial(
                 _close(g, part, floor=floor)
                 for g, part in zip(gradients, wanted_parts, strict=True)
             )
-        elif all(_close(gradient, wanted, floor=floor) for gradient in gradients):
+        elif name not in parts and all(_close(g, wanted, floor=floor) for g in gradients):
             fits = True
         else:
             fits = _close(torch.stack(gradients).sum(0), wanted, floor=floor)

@@ -33,23 +33,68 @@ def variants(
         for path, names in counted.items():
             chosen[path] = (Style(kind=Kind.SIZES, sizes=names),)
         yield chosen
+        yield from _with_repeats(chosen, pair, styles, unit, size)
 
 
-def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Counts]:
-    """Attributes that may count a rank's share: none, heads, both, features, or one alone."""
+def _with_repeats(
+    chosen: Styles, pair: Pair, styles: Mapping[str, Style], unit: nn.Module, size: int
+) -> Iterator[Styles]:
+    """`chosen` where few heads are repeated for many: with modules that count how often, or these.
+
+    Of `few` heads a rank has one, and its share of the others: few / size of the repeats.
+    """
+    of_few = [styles[path] for path in pair.columns if styles[path].kind is Kind.HEADS]
+    few = max((style.packs for style in of_few), default=0)
+    if not few:
+        return
+    repeats: Styles = {}
+    heads: Styles = {}
+    for path in _around(pair):
+        counts = _whole_numbers(unit.get_submodule(path))
+        often = sorted(n for n, v in counts.items() if "group" in n and v * few % size == 0)
+        known = sorted(n for n, v in counts.items() if "head" in n and v == few)
+        if often:
+            repeats[path] = (Style(kind=Kind.SIZES, packs=few, sizes=tuple(often)),)
+        if known:
+            heads[path] = (Style(kind=Kind.SIZES, packs=size // few, sizes=tuple(known)),)
+    for more in ((repeats,), (heads,), (repeats, heads)):
+        if all(more):
+            paths = {path for each in more for path in each}
+            added = {
+                path: ordered(
+                    (*chosen.get(path, ()), *(s for each in more for s in each.get(path, ())))
+                )
+                for path in sorted(paths)
+            }
+            yield {**chosen, **added}
+
+
+def _around(pair: Pair) -> list[str]:
+    """The modules that the layers of a pair lie in."""
     around = {""}
     for path in (*pair.columns, *pair.rows):
         parts = path.split(".")[:-1]
         around |= {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    return sorted(around)
+
+
+def _whole_numbers(module: nn.Module) -> dict[str, int]:
+    """Attributes that may count heads or features."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) is int and value > 1 and "head_dim" not in name
+    }
+
+
+def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Counts]:
+    """Attributes that may count a rank's share: none, heads, both, features, or one alone."""
     heads: Counts = {}
     wide: Counts = {}
     both: Counts = {}
-    for path in sorted(around):
-        counts = {
-            name: value
-            for name, value in vars(unit.get_submodule(path)).items()
-            if type(value) is int and value > 1 and value % size == 0 and "head_dim" not in name
-        }
+    for path in _around(pair):
+        numbers = _whole_numbers(unit.get_submodule(path))
+        counts = {name: value for name, value in numbers.items() if value % size == 0}
         of_heads = {n for n in counts if "head" in n and "size" not in n and "dim" not in n}
         of_width = {n for n, value in counts.items() if value in widths} - of_heads
         for chosen, names in ((heads, of_heads), (wide, of_width), (both, of_heads | of_width)):

@@ -47,6 +47,8 @@ PLANS = {
     "ZeRO-3": "dp_shard=8 accumulation=2",
     "HSDP": "dp_replicate=128 dp_shard=8 accumulation=2",
     "TP": "tp=8",
+    "TP beyond key heads by tokens": "tp=16 sequence_parallel=true recompute=full",
+    "TP beyond key heads + ZeRO-3": "tp=16 dp_shard=8 accumulation=2",
     "TP by tokens": "tp=8 sequence_parallel=true",
     "TP by tokens, recompute": "tp=4 sequence_parallel=true recompute=full",
     "TP by tokens + ZeRO-3": "tp=4 dp_shard=8 sequence_parallel=true accumulation=2",

@@ -46,7 +46,7 @@ def test_worlds_go_up_to_a_thousand_ranks() -> None:
     assert (min(worlds), max(worlds)) == (2, 1024)
 
 
-@pytest.mark.parametrize("name", ["TP", "TP + DP", "TP + HSDP"])
+@pytest.mark.parametrize("name", ["TP", "TP + DP", "TP + HSDP", "TP beyond key heads + ZeRO-3"])
 def test_the_split_proposed_from_the_profile_is_the_proved_one(name: str) -> None:
     subject = subject_of(name)
     proposed = dict(proposed_styles(subject.profile, subject.plan.tp))

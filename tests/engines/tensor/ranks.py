@@ -21,7 +21,8 @@ from profiles.capture.capture import capture
 class Parity:
     """Largest differences, relative.
 
-    `share` is this rank's share of the parameters, `by_tokens` the kinds of blocks split by tokens.
+    `share` is this rank's share of the parameters, `by_tokens` the kinds of blocks split by tokens,
+    `few_heads` the kinds of layers of which a rank computes one head.
     """
 
     loss: float
@@ -29,6 +30,7 @@ class Parity:
     worst: str
     share: float
     by_tokens: int
+    few_heads: int
 
 
 def parity(name: str, *, by_tokens: bool = False) -> Parity:
@@ -80,4 +82,5 @@ def split_parity(model: nn.Module, sample: Batch, *, by_tokens: bool = False) ->
         worst=worst,
         share=parameters / before,
         by_tokens=sum(style == "sequence" for _, style in proposal.styles),
+        few_heads=sum(style.startswith("heads") for _, style in proposal.styles),
     )

@@ -52,10 +52,24 @@ def test_layers_that_cannot_be_split_are_gathered_with_a_note(unit: nn.Module, r
     assert f"gather, {reason}" in reasons["blocks.*.q"]
 
 
-def test_too_few_key_heads_are_gathered() -> None:
+def test_few_key_heads_are_computed_by_several_ranks_where_queries_divide() -> None:
     model = units.Stack([units.Attention(kv_heads=2), units.Attention(kv_heads=2)])
     assert {style for _, style in proposed(model, size=2).styles} == {"column", "row"}
-    assert {style for _, style in proposed(model, size=4).styles} == {"gather"}
+    assert {style for _, style in proposed(model, size=4).styles} == {"column", "heads/2", "row"}
+    assert {style for _, style in proposed(model, size=3).styles} == {"gather"}
+
+
+@pytest.mark.parametrize(("size", "keys"), [(4, 2), (8, 4)])
+def test_of_few_key_heads_their_number_and_repeats_are_counted(size: int, keys: int) -> None:
+    """Of 8 queries and 2 keys a rank has 8 / size and one: so often is a key repeated."""
+    model = units.Stack([units.CountedGroups(), units.CountedGroups()])
+    assert {style for _, style in proposed(model, size=size).styles} == {
+        "column",
+        "heads/2",
+        "row",
+        "sizes/2(num_key_value_groups)",
+        f"sizes/{keys}(num_key_value_heads)",
+    }
 
 
 def test_units_may_write_to_their_inputs() -> None:

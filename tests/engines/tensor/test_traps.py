@@ -47,3 +47,4 @@ def test_loss_and_gradients_are_those_of_the_whole_model(pool: Pool, name: str) 
         assert result.loss < 1e-6
         assert result.gradient < 1e-5, result.worst
         assert result.share < 0.93
+        assert result.few_heads == 2 * (name == "Llama")  # of keys and of values, each on two ranks

@@ -66,6 +66,18 @@ def test_fewer_key_heads_than_ranks_are_refused() -> None:
     assert why_not
 
 
+def test_each_of_few_key_heads_may_be_computed_by_several_ranks() -> None:
+    """A rank's gradients of them are parts of a sum: those of the queries that it has."""
+    few = {**HEADS, "k": "heads/2", "v": "heads/2"}
+    partial = {"k.weight", "k.bias", "v.weight", "v.bias"}
+    assert verdict(units.Attention(kv_heads=2), few, size=4) == ("", partial)
+    assert verdict(units.Attention(), few, size=4)[0]  # it has four
+    assert (
+        "3 heads of 16 features"
+        in verdict(units.Attention(kv_heads=2), {**few, "k": "heads/3"}, size=4)[0]
+    )
+
+
 def test_a_fused_weight_is_split_pack_by_pack() -> None:
     why_not, _ = verdict(units.FusedHeads(), {"qkv": "column", "o": "row"})
     assert "do not add up" in why_not  # it runs, on a mixture of queries, keys and values

@@ -50,6 +50,22 @@ class CountedHeads(Attention):
         return x.view(x.shape[0], -1, self.num_heads, self.width_of_head).transpose(1, 2)
 
 
+class CountedGroups(Attention):
+    """Llama's way: how many queries share a key, and how many keys there are, are attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(heads=8, kv_heads=2)
+        self.num_key_value_groups, self.num_key_value_heads = 4, 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], self.num_key_value_heads, self.width_of_head)
+        q, k, v = self.heads(self.q(x)), self.k(x).view(shape), self.v(x).view(shape)
+        k, v = (t.repeat_interleave(self.num_key_value_groups, 2).transpose(1, 2) for t in (k, v))
+        mixed = self.scores(q, k).softmax(-1) @ v
+        out: Tensor = self.o(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+        return x + out
+
+
 class NormedHeads(Attention):
     """Qwen3's way: one norm for all heads, whole on every rank, used by split heads."""
 
