@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from engines.apply.build import Build
 from engines.apply.topics import optimizer_topics
+from engines.data.loss_scale import NAME as LOSS_SCALE
+from engines.data.loss_scale import LossScaler
 from engines.data.noise_scale import NoiseMeter
 from engines.offload.pool import steps_offloaded
 from engines.offload.states import OffloadedStates
@@ -40,6 +44,7 @@ def assemble(build: Build) -> ParallelModel:
     if exchange is not None and exchange.outer is not None:
         outer = optimizer_topics(exchange.outer, part="", noun="outer optimizer")
         require_agreement(outer, world)
+    scaler = LossScaler(model, is_on=build.mixed is torch.float16)
     parallel = ParallelModel(
         model,
         build.runner,
@@ -55,7 +60,8 @@ def assemble(build: Build) -> ParallelModel:
         max_grad_norm=training.max_grad_norm,
         on_nonfinite=training.on_nonfinite,
         check_replicas_every=training.check_replicas_every,
-        runs_autocast=build.is_mixed and not plan.data_parallel.is_sharded,
+        autocast_to=None if plan.data_parallel.is_sharded else build.mixed,
+        scaler=scaler,
         seed=training.seed,
         pipeline=build.pipeline,
         split=build.tensor,
@@ -66,6 +72,8 @@ def assemble(build: Build) -> ParallelModel:
         offload_pool=build.pool,
     )
     parallel.plan = build.requested
+    if scaler.is_on:
+        parallel.register(**{LOSS_SCALE: scaler})
     if training.scheduler is not None:
         with all_ranks_succeed("building the scheduler", timeout_s=world.timeout_s):
             parallel.follow_schedule(training.scheduler)

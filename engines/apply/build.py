@@ -94,9 +94,10 @@ class Build:
         return numerics(self.plan, self.profile)
 
     @property
-    def is_mixed(self) -> bool:
-        """True if forwards compute in bf16 on fp32 parameters."""
-        return self.numerics is not Numerics.AS_BUILT
+    def mixed(self) -> torch.dtype | None:
+        """The 16-bit dtype that forwards compute in on fp32 parameters; None: as built."""
+        is_built = self.numerics is Numerics.AS_BUILT
+        return None if is_built else getattr(torch, self.plan.precision.dtype)
 
     @property
     def is_placed(self) -> bool:

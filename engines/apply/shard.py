@@ -79,7 +79,7 @@ def _shard_experts(build: Build) -> None:
             build.plan,
             mesh=mesh.expert_shards,
             replicas=mesh.replicas.size,
-            mixed=build.is_mixed,
+            mixed=build.mixed,
         )
 
 
@@ -96,7 +96,7 @@ def _shard_parameters(build: Build) -> None:
             plan,
             profile=build.profile,
             mesh=mesh.shards,
-            mixed=build.is_mixed,
+            mixed=build.mixed,
             local=build.local,
             read_later=build.profile.units[-2].name if plan.loss_chunks > 1 else None,
             ignored=build.experts.parameters if build.experts is not None else (),

@@ -29,6 +29,7 @@ def make_stages(build: Build, sample: Batch | None) -> None:
         build.plan,
         profile=build.profile,
         numerics=build.numerics,
+        mixed=build.mixed,
         mesh=build.mesh,
         device=build.world.device,
         loss_fn=build.loss_fn,

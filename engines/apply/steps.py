@@ -100,7 +100,9 @@ def apply_plan(
             gradients twice more in every step.
         on_nonfinite: a loss or a gradient that is nan or inf, on any rank: "stop" raises before the
             optimizer steps, and says where it began; "skip" leaves the step out on all ranks, with
-            a warning; "ignore" does not look. Looking waits for the device in every step.
+            a warning; "ignore" does not look. Looking waits for the device in every step. Where
+            fp16 scales the loss, gradients that overflow lower the scale and the step is left out;
+            that stops at a scale of 1, or at a loss that is not finite.
         check_replicas_every: steps between two comparisons of replicas, whose parameters must be
             the same to the bit; they are compared before every save too. 0: never.
         offload_folder: on a fast local disk, where the plan says `offload_to=disk`. Its files have

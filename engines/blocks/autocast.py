@@ -1,4 +1,4 @@
-"""bf16 computation on fp32 parameters by autocast, for plans that shard nothing."""
+"""16-bit computation on fp32 parameters by autocast, for plans that shard nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import torch
 from profiles.torch_compat import Tree, map_tensors
 
 
-def autocast(device: torch.device, *, enabled: bool) -> torch.autocast:
-    """The context that runs matmuls in bf16 on fp32 parameters."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    """The context that runs matmuls in `dtype` on fp32 parameters; None: that does nothing."""
+    is_on = dtype is not None
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=is_on)
 
 
-def as_fp32(output: Tree) -> Tree:
-    """Cast outputs that autocast left in bf16 to fp32."""
-    return map_tensors(lambda t: t.float() if t.dtype == torch.bfloat16 else t, output)
+def as_fp32(output: Tree, dtype: torch.dtype | None) -> Tree:
+    """Cast outputs that autocast left in `dtype` to fp32."""
+    if dtype is None:
+        return output
+    return map_tensors(lambda t: t.float() if t.dtype == dtype else t, output)

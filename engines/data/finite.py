@@ -2,11 +2,14 @@
 
 A rank marks its loss as nan where one of its gradients is not finite. The mean of losses, which all
 ranks exchange anyway, then tells all of them: no message is added.
+
+Under a loss scale gradients that overflow are no error: the step is left out, and the scale falls.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +18,16 @@ from enum import StrEnum
 import torch
 from torch import Tensor, nn
 
+from engines.data.gradients import local_gradients
+from engines.data.loss_scale import LossScaler
 from engines.data.replicas import local_part
 from engines.runtime.world import World, name_ranks, texts_of_ranks
 from profiles.capture.batch import Batch
 from profiles.capture.batch_tree import batch_items
 from profiles.errors import NonFiniteError, UnknownNameError
 from profiles.torch_compat import is_batch_norm, tensors_in
+
+log = logging.getLogger(__name__)
 
 
 class OnNonfinite(StrEnum):
@@ -48,17 +55,23 @@ class FiniteGuard:
 
     Args:
         world: the ranks that step together.
+        scaler: of the losses; it follows what is seen here.
 
     Attributes:
-        skipped: steps left out so far.
+        is_last_skipped, skipped: if the last step was left out, and how many so far.
     """
 
-    def __init__(self, module: nn.Module, world: World, reaction: OnNonfinite) -> None:
+    def __init__(
+        self, module: nn.Module, world: World, reaction: OnNonfinite, scaler: LossScaler
+    ) -> None:
         self._module = module
         self._world = world
         self._reaction = reaction
+        self._scaler = scaler
+        is_asked = reaction is not OnNonfinite.IGNORE or scaler.is_on
         # Of a fake world the others send nothing, and its values mean nothing.
-        self.is_on = reaction is not OnNonfinite.IGNORE and not world.is_fake
+        self.is_on = is_asked and not world.is_fake
+        self.is_last_skipped = False
         self.skipped = 0
         self._statistics: list[tuple[Tensor, Tensor]] = []
 
@@ -76,7 +89,7 @@ class FiniteGuard:
             return loss
         # One reading of all gradients. A norm that overflows is of gradients whose squares do, as
         # Adam's second moments.
-        norm = nn.utils.get_total_norm(list(_gradients(self._module).values()))
+        norm = nn.utils.get_total_norm(list(local_gradients(self._module).values()))
         return loss + 0.0 * norm.to(loss)
 
     def passes(
@@ -84,7 +97,8 @@ class FiniteGuard:
     ) -> bool:
         """True if the mean of the marked losses is finite. All ranks call it.
 
-        Where it is not there are no gradients afterwards.
+        Where it is not there are no gradients afterwards. A loss scale above 1 is lowered, and
+        that step skipped, if every loss is finite.
 
         Args:
             own: this rank's loss.
@@ -95,35 +109,43 @@ class FiniteGuard:
         Raises:
             NonFiniteError: on all ranks, with the ranks and where it began, unless it is skipped.
         """
-        if not self.is_on or bool(mean.isfinite()):
+        if not self.is_on:
             return True
-        gradient = first_nonfinite(dict(reversed(_gradients(self._module).items())))
+        scaler, scale = self._scaler, self._scaler.scale
+        self.is_last_skipped = not bool(mean.isfinite())
+        scaler.update(is_finite=not self.is_last_skipped)
+        if not self.is_last_skipped:
+            return True
+        gradient = first_nonfinite(dict(reversed(local_gradients(self._module).items())))
         self._module.zero_grad(set_to_none=True)
-        stops = self._reaction is OnNonfinite.STOP
-        facts = {
-            "loss": "" if bool(own.isfinite()) else str(own.item()),
-            "gradient": gradient,
-            "origin": origin() if stops and origin is not None else "",
-        }
-        texts = texts_of_ranks("values that are not finite", json.dumps(facts), self._world)
-        of_ranks = {rank: json.loads(text) for rank, text in enumerate(texts)}
-        if self._world.size == 1:
-            of_ranks = {self._world.rank: facts}
-        if stops:
-            raise _error(of_ranks, step)
-        self._skip(of_ranks, step)
+        facts = {"loss": "" if bool(own.isfinite()) else str(own.item()), "gradient": gradient}
+        of_ranks = self._of_ranks(facts)
+        is_overflow = scale > 1 and not any(each["loss"] for each in of_ranks.values())
+        if self._reaction is OnNonfinite.STOP and not is_overflow:
+            facts["origin"] = origin() if origin is not None else ""
+            raise _error(self._of_ranks(facts), step)
+        cause = _cause(of_ranks)
+        if is_overflow:
+            cause = f"gradients overflow, the loss scale falls from {scale:,g} to {scaler.scale:,g}"
+        self._skip(f"step {step} was left out: {cause}; {self.skipped + 1} so far", is_overflow)
         return False
 
-    def _skip(self, of_ranks: Mapping[int, Mapping[str, str]], step: int) -> None:
+    def _of_ranks(self, facts: dict[str, str]) -> dict[int, dict[str, str]]:
+        texts = texts_of_ranks("values that are not finite", json.dumps(facts), self._world)
+        if self._world.size == 1:
+            return {self._world.rank: facts}
+        return {rank: json.loads(text) for rank, text in enumerate(texts)}
+
+    def _skip(self, text: str, is_overflow: bool) -> None:
+        """An overflow under a loss scale belongs to it: it is logged, and no warning."""
         self.skipped += 1
         for buffer, before in self._statistics:
             buffer.copy_(before)
         if self._world.rank == 0 or self._world.size == 1:
-            warnings.warn(
-                f"step {step} was left out: {_cause(of_ranks)}; {self.skipped} so far",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            if is_overflow:
+                log.warning(text)
+            else:
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
 
     def require_savable(self, job: World) -> None:
         """Require that trained parameters and running statistics are finite. All ranks call it.
@@ -131,7 +153,7 @@ class FiniteGuard:
         Raises:
             NonFiniteError: on all ranks, with the first one that is not.
         """
-        if not self.is_on or job.is_fake:
+        if self._reaction is OnNonfinite.IGNORE or job.is_fake:
             return
         parameters = self._module.named_parameters()
         trained = {name: local_part(p.detach()) for name, p in parameters if p.requires_grad}
@@ -176,16 +198,6 @@ def nonfinite_output(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    """This rank's parts of gradients, in the order of the modules; of sparse ones the values."""
-    gradients = {}
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            gradient = local_part(parameter.grad)
-            gradients[name] = gradient._values() if gradient.is_sparse else gradient
-    return gradients
 
 
 def running_statistics(module: nn.Module) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ def shard(
     *,
     profile: ModelProfile,
     mesh: DeviceMesh,
-    mixed: bool,
+    mixed: torch.dtype | None,
     local: Container[str] | None = None,
     read_later: str | None = None,
     ignored: Iterable[nn.Parameter] = (),
@@ -67,7 +67,8 @@ def shard(
 
     Units are the profile's `shard_units`: each is gathered and released on its own. The remaining
     parameters (small ones, and ones that are used in several places) form the root group.
-    `mixed` computes in bf16 on fp32 shards, reduces gradients in fp32 and returns fp32 outputs.
+    `mixed`: the dtype to compute in on fp32 shards, None: theirs. Gradients are reduced, and
+    outputs returned, in fp32.
     `local`: first names of the parameters of this rank's stages, in a pipeline.
     `read_later`: the unit whose parameters are read after its forward, for a chunked loss: they
     stay gathered until its backward.
@@ -79,8 +80,8 @@ def shard(
     allocate(whole_parameters(model, profile))
     uncut = whole_parameters(model, profile)
     others = {p for name, p in model.named_parameters() if local is not None and name not in local}
-    if mixed:
-        _require_cast(model, uncut)
+    if mixed is not None:
+        _require_cast(model, uncut, mixed)
     whole = _whole({*uncut, *ignored}, device_type=mesh.device_type)
 
     def cut(
@@ -113,7 +114,7 @@ def shard(
         if unit.name and is_own and others.isdisjoint(module.parameters()):
             keeps = plan.data_parallel in _KEEP_PARAMETERS or unit.name == read_later
             cut(module, unit.name, keeps=keeps, ignored=whole)
-    output_dtype = torch.float32 if mixed else None
+    output_dtype = None if mixed is None else torch.float32
     cut(model, profile.name, keeps=True, ignored=others | whole, output_dtype=output_dtype)
     assert isinstance(model, FSDPModule)
     reduce_unused_parameters(model)
@@ -121,7 +122,12 @@ def shard(
 
 
 def shard_experts(
-    containers: Iterable[nn.Module], plan: Plan, *, mesh: DeviceMesh, replicas: int, mixed: bool
+    containers: Iterable[nn.Module],
+    plan: Plan,
+    *,
+    mesh: DeviceMesh,
+    replicas: int,
+    mixed: torch.dtype | None,
 ) -> None:
     """Turn a rank's slices of experts into shards over `mesh`, the ranks with the same slices;
     called before `shard`, which ignores them.
@@ -143,14 +149,14 @@ def shard_experts(
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no sums of products
 
 
-def _require_cast(model: nn.Module, uncut: Collection[nn.Parameter]) -> None:
-    """Raises PlanError: a parameter would stay whole in fp32, beside a computation in bf16."""
+def _require_cast(model: nn.Module, uncut: Collection[nn.Parameter], mixed: torch.dtype) -> None:
+    """Raises PlanError: a parameter would stay whole in fp32, beside a computation in `mixed`."""
     for name, parameter in model.named_parameters():
         if parameter in uncut and parameter.dim() and parameter.numel():
             raise PlanError(
                 f"`{name}` cannot be sharded (the forward changes it, its gradient has hooks, it is"
                 " of TorchScript, or it learns in another dtype than most of its unit), and its"
-                " unit is computed in bf16",
+                f" unit is computed in {str(mixed).removeprefix('torch.')}",
                 hints=["set precision=fp32, or replicate it: dp_replicate without zero"],
             )
 
@@ -255,12 +261,15 @@ def _own_storage(module: nn.Module, args: object, output: object) -> object:
 
 
 def _precision(
-    mixed: bool, *, output_dtype: torch.dtype | None = None, casts_inputs: bool = True
+    mixed: torch.dtype | None,
+    *,
+    output_dtype: torch.dtype | None = None,
+    casts_inputs: bool = True,
 ) -> MixedPrecisionPolicy:
-    if not mixed:
+    if mixed is None:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
+        param_dtype=mixed,
         reduce_dtype=torch.float32,
         output_dtype=output_dtype,
         cast_forward_inputs=casts_inputs,

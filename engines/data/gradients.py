@@ -47,6 +47,16 @@ def clip_gradients(model: nn.Module, layout: Layout, mesh: Mesh, max_norm: float
     return norm
 
 
+def local_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """This rank's parts of gradients, in the order of the modules; of sparse ones the values."""
+    gradients = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            gradient = local_part(parameter.grad)
+            gradients[name] = gradient._values() if gradient.is_sparse else gradient
+    return gradients
+
+
 def _locals(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
     """Views of this rank's part of parameters and gradients: torch scales no DTensor by a norm that
     is none."""

@@ -133,7 +133,7 @@ class NoiseMeter:
         self._shards = _shards(plan)
         self._norms: list[Tensor] = []
         self._seen: list[tuple[Tensor, Tensor]] = []  # squared norm, weight
-        self._weights = torch.zeros(0)
+        self._weights, self._scale = torch.zeros(0), 1.0
         self._samples = 0.0
         self._is_on = self._is_measuring = False
         self._means = torch.zeros(2, dtype=torch.float64, device=device)
@@ -146,11 +146,11 @@ class NoiseMeter:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def begin(self, weights: Tensor, *, samples: float) -> None:
+    def begin(self, weights: Tensor, *, samples: float, scale: float = 1.0) -> None:
         """A step of `samples` over all replicas; `weights` of this rank's microbatches, as
-        `MicrobatchCutter.cut` gives them. Gradients that are there already are of other samples:
-        such a step is not measured."""
-        self._weights, self._samples = weights, samples
+        `MicrobatchCutter.cut` gives them, in losses that are multiplied by `scale`. Gradients that
+        are there already are of other samples: such a step is not measured."""
+        self._weights, self._scale, self._samples = weights, scale, samples
         self._is_on = samples > 0 and all(p.grad is None for p in self._parameters)
         self._norms, self._seen = [], []
 
@@ -184,7 +184,8 @@ class NoiseMeter:
             there = weight > 0
             safe = torch.where(there, weight, 1.0)
             size = safe * (self._samples / replicas)
-            seen = torch.stack([square / safe.square(), 1 / size, torch.ones_like(safe)])
+            small = square / (safe * self._scale).square()
+            seen = torch.stack([small, 1 / size, torch.ones_like(safe)])
             sums[:3] += torch.where(there, seen, 0.0)
         sums[:3] /= max(1, len(self._seen))
         self._measure_all()

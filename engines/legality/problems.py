@@ -19,7 +19,7 @@ from engines.legality.pipeline import pipeline
 from engines.legality.problem import Problem as Problem
 from engines.legality.tensor import tensor
 from engines.legality.values import values
-from engines.plan import AXES, DataParallel, Plan, Precision, Recompute
+from engines.plan import AXES, Compression, DataParallel, Plan, Precision, Recompute
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.profile import ModelProfile, Numerics
@@ -91,14 +91,11 @@ def stages(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator
 def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """The model can be run in the plan's precision, and the device knows that dtype."""
     wanted = plan.precision.dtype
-    if wanted != model.dtype and not (
-        model.dtype == "float32" and plan.precision is Precision.BF16
-    ):
+    if wanted != model.dtype and model.dtype != "float32":
         yield Problem(
             rule="precision",
-            what=f"precision={plan.precision} needs a model built in"
-            f" {wanted}{' or float32' if plan.precision is Precision.BF16 else ''},"
-            f" this one is {model.dtype}",
+            what=f"precision={plan.precision} needs a model built in {wanted}"
+            f"{' or float32' if wanted != 'float32' else ''}, this one is {model.dtype}",
             hint=f"set precision to {_precision_of(model.dtype)}, or build the model in {wanted}",
         )
     if cluster.device.kind != "cpu" and wanted not in cluster.device.flop_per_s:
@@ -114,10 +111,25 @@ def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
         and model.batch_norms
     ):
         yield Problem(
-            rule="bf16-batch-norm",
+            rule="mixed-batch-norm",
             what=f"`{model.batch_norms[0]}` is a batch norm: its statistics need fp32, and sharded"
-            " parameters would be gathered in bf16",
+            f" parameters would be gathered in {plan.precision}",
             hint="set precision=fp32, or replicate (DDP runs it under autocast)",
+        )
+    if scales_loss(plan, model) and not plan.updates_in_step:
+        how = plan.said("updates", "servers")
+        yield Problem(
+            rule="loss-scale-of-async-updates",
+            what="precision=fp16 scales the loss, and where gradients overflow all ranks leave a"
+            f" step out; under {how} they step at different times",
+            hint=f"set precision=bf16 or fp32, or leave out {how}",
+        )
+    if scales_loss(plan, model) and plan.compression is Compression.POWERSGD:
+        yield Problem(
+            rule="loss-scale-of-powersgd",
+            what="compression=powersgd adds what it left out to the next gradient, which under"
+            " precision=fp16 may be of another loss scale",
+            hint="set compression=bf16, which keeps no error, or precision=bf16 or fp32",
         )
 
 
@@ -254,19 +266,27 @@ def numerics(plan: Plan, model: ModelProfile) -> Numerics:
     """The numerics of a forward pass under `plan`.
 
     FSDP casts parameters and inputs; DDP runs under autocast; a model built in the wanted dtype
-    runs as it is.
+    runs as it is. fp16 has the bytes of bf16, and the same operations.
     """
     if plan.precision.dtype == model.dtype:
         return Numerics.AS_BUILT
     return Numerics.BF16 if plan.data_parallel.is_sharded else Numerics.BF16_AUTOCAST
 
 
+def scales_loss(plan: Plan, model: ModelProfile) -> bool:
+    """True if fp32 parameters are computed in fp16, where small gradients become zero."""
+    return plan.precision is Precision.FP16 and numerics(plan, model) is not Numerics.AS_BUILT
+
+
 def _known_precision(model: ModelProfile, cluster: ClusterProfile) -> str:
     """The change that helps where the device lacks the dtype of a plan."""
-    runs = {model.dtype, "bfloat16"} if model.dtype == "float32" else {model.dtype}
-    known = [p.value for p in Precision if p.dtype in runs & set(cluster.device.flop_per_s)]
+    known = [
+        p.value
+        for p in Precision
+        if p.dtype in cluster.device.flop_per_s and model.dtype in (p.dtype, "float32")
+    ]
     if known:
-        return f"set precision={known[0]}"
+        return f"set precision={' or '.join(reversed(known))}"
     return f"build the model in another dtype, or give the device a rate of {model.dtype}"
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.data.finite import FiniteGuard, nonfinite_element, nonfinite_output
+from engines.data.loss_scale import LossScaler
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.plan import Plan
 from engines.runtime.shared_rng import SharedRng
@@ -16,8 +17,14 @@ from profiles.capture.batch import Batch
 
 
 class GuardingMixin:
-    """Steps that are not finite stop the training or are left out, replicas that differ stop it."""
+    """Steps that are not finite stop the training or are left out, replicas that differ stop it.
 
+    Attributes:
+        loss_scaler: of losses where a model in fp32 is computed in fp16, with its present `scale`;
+            saved and loaded. It may be given the state of a torch.amp.GradScaler.
+    """
+
+    loss_scaler: LossScaler
     plan: Plan
     module: nn.Module
     step: int
@@ -29,8 +36,22 @@ class GuardingMixin:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that `on_nonfinite="skip"` left out so far; `step` counts them too."""
+        """Steps that `on_nonfinite="skip"` or an overflow under a loss scale left out so far;
+        `step` counts them too."""
         return self._finite.skipped
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss of a loop of one's own, as `parallel.scale_loss(loss).backward()` wants it.
+
+        Times the loss scale where a model in fp32 is computed in fp16, itself under other plans.
+        The optimizer's step, or what reads gradients first, divides them by it.
+        """
+        scale = self.loss_scaler.begin()
+        return loss * scale if self.loss_scaler.is_on else loss
+
+    def _before_update(self, *_: object) -> None:
+        self._finish_pending()
+        self._check_update()
 
     @rank_error_context("comparing gradients")
     def _check_update(self) -> None:
@@ -72,6 +93,9 @@ class GuardingMixin:
         return ""
 
     def _average(self, value: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _finish_pending(self) -> None:
         raise NotImplementedError
 
     def _loss(self, piece: Batch) -> Tensor:

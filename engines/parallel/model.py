@@ -25,6 +25,7 @@ from engines.data.finite import FiniteGuard, OnNonfinite
 from engines.data.fsdp import drop_unused, prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
+from engines.data.loss_scale import LossScaler
 from engines.data.microbatches import LossWeight, MicrobatchCutter, weighted
 from engines.data.noise_scale import NoiseMeter
 from engines.data.replica_checksums import ReplicaChecksums
@@ -116,7 +117,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         max_grad_norm: float | None,
         on_nonfinite: OnNonfinite,
         check_replicas_every: int,
-        runs_autocast: bool,
+        autocast_to: torch.dtype | None,
+        scaler: LossScaler,
         seed: int,
         pipeline: Pipeline | None = None,
         split: LayerSplit | None = None,
@@ -150,7 +152,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._layout = layout
         self._loss_fn = loss_fn
         self._max_grad_norm = max_grad_norm
-        self._runs_autocast = runs_autocast
+        self.loss_scaler = scaler
+        self._autocast_to = autocast_to
         self._seed = seed
         self._pipeline = pipeline
         self._split = split
@@ -178,7 +181,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             replica=mesh.data.position,
             require=context.require if context is not None else require,
         )
-        self._finite = FiniteGuard(module, world, on_nonfinite)
+        self._finite = FiniteGuard(module, world, on_nonfinite, scaler)
         self._checksums = ReplicaChecksums(
             module,
             mesh,
@@ -235,7 +238,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
                 explained_reduction(),
                 explained_single_values(),
                 self._rng.shared(),
-                autocast(self._world.device, enabled=self._runs_autocast),
+                autocast(self._world.device, self._autocast_to),
             ):
                 output = self._runner(*args, **kwargs)
         except BaseException:
@@ -243,7 +246,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             raise
         if not torch.is_grad_enabled():
             release(self.module)  # no backward will follow to do it
-        return as_fp32(output) if self._runs_autocast else output
+        return as_fp32(output, self._autocast_to)
 
     def train_step(self, batch: Batch) -> Tensor:
         """One optimizer step on this rank's part of the global batch.
@@ -254,7 +257,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         `loss_weight` says it.
 
         Returns the loss averaged over all samples of all ranks: 0-d, on the device, no gradient;
-        nan where `on_nonfinite="skip"` left the step out.
+        nan where the step was left out (`skipped_steps`).
 
         Raises:
             BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
@@ -290,13 +293,14 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
     def _forward_backward(self, batch: Batch) -> Tensor:
         with self._own.synchronised():
             pieces, weights = self._cutter.cut(batch)
+        scale = self.loss_scaler.begin()
         if self._noise is not None:
-            self._noise.begin(weights, samples=self._cutter.total)
+            self._noise.begin(weights, samples=self._cutter.total, scale=scale)
         self._checksums.require_equal_when_due(self.step)
         self._follow_first_replica()
         self._finite.begin()
         with self._rng.shared():
-            total = self._run(pieces, weights)
+            total = self._run(pieces, weights * scale) / scale
         self._finish_gradients()
         self._own.note_exchange()
         self._is_pending = self._is_unchecked = self._is_local = False
@@ -408,10 +412,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             sum_gradients(map(self.module.get_parameter, partial), self._mesh.tp.group)
         if pipeline is not None:
             pipeline.sum_ties()
-
-    def _before_update(self, *_: object) -> None:
-        self._finish_pending()
-        self._check_update()
+        self.loss_scaler.unscale()
 
     def _finish_pending(self) -> None:
         """After a backward of a classic loop, before its gradients are used."""

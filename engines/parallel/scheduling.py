@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from engines.data.finite import FiniteGuard
 from engines.optional.async_updates.exchange import UpdateExchange
 from profiles.errors import InputError, a_type
 
@@ -21,8 +22,8 @@ class SchedulingMixin:
     """Counts optimizer steps, and advances the schedule with them.
 
     Attributes:
-        scheduler: made by the factory that was given, and stepped after every step of `optimizer`,
-            in loops of one's own too; None where none was given.
+        scheduler: made by the factory that was given, and stepped after every step of `optimizer`
+            that was not left out, in loops of one's own too; None where none was given.
     """
 
     optimizer: torch.optim.Optimizer
@@ -30,6 +31,7 @@ class SchedulingMixin:
     scheduler: LRScheduler | None = None
     step: int
     _exchange: UpdateExchange
+    _finite: FiniteGuard
     _is_probing: bool = False
 
     def follow_schedule(self, factory: SchedulerFactory) -> None:
@@ -70,7 +72,7 @@ class SchedulingMixin:
             return
         # One that serves counts the steps it was called for; updates may be more.
         self.step += not self._exchange.serves
-        if self.scheduler is not None:
+        if self.scheduler is not None and not self._finite.is_last_skipped:
             self.scheduler.step()
 
     @contextmanager

@@ -53,6 +53,7 @@ class Pipeline:
         *,
         profile: ModelProfile,
         numerics: Numerics,
+        mixed: torch.dtype | None,
         mesh: Mesh,
         device: torch.device,
         loss_fn: LossFn | None,
@@ -65,6 +66,7 @@ class Pipeline:
         self._plan = plan
         self._flow = flow
         self._numerics = numerics
+        self._mixed = mixed
         self._cast = [unit.name for unit in profile.shard_units()]
         self._blocks = {unit.name for unit in profile.blocks()}
         self._axis = mesh.pp
@@ -214,7 +216,7 @@ class Pipeline:
                     replay,
                     round=self._round,
                     loss_fn=self._loss_fn,
-                    runs_autocast=self._numerics is Numerics.BF16_AUTOCAST,
+                    autocast_to=None if self._plan.data_parallel.is_sharded else self._mixed,
                 )
             )
         return stages
@@ -242,6 +244,7 @@ class Pipeline:
                     piece,
                     has_target=self._loss_fn is not None,
                     numerics=self._numerics,
+                    mixed=self._mixed or torch.bfloat16,
                     cast=self._cast,
                     shares=self._shares,
                 )

@@ -34,7 +34,6 @@ from profiles.torch_compat import (
 )
 
 PART = "part of the batch or of a buffer"
-_LOW = torch.bfloat16
 _PLAIN = int | float | str | bool | torch.dtype | torch.device | None
 
 
@@ -161,6 +160,7 @@ def record(
     *,
     has_target: bool,
     numerics: Numerics = Numerics.AS_BUILT,
+    mixed: torch.dtype = torch.bfloat16,
     cast: Sequence[str] = (),
     shares: Shares = Shares(),
 ) -> Recording:
@@ -169,7 +169,8 @@ def record(
     Args:
         model: as it was before the plan, see `ModelSnapshot`.
         numerics: of the forward, so that values at cuts are recorded in their dtype.
-        cast: names of the units whose inputs FSDP2 casts to bf16, under `Numerics.BF16`.
+        mixed: the dtype that is computed in, where not as built.
+        cast: names of the units whose inputs FSDP2 casts to it, under `Numerics.BF16`.
         shares: units that return a part on every rank.
 
     Code may read values that every batch has, as capture let it.
@@ -180,7 +181,7 @@ def record(
     """
     for values in (None, KnownValues()):
         try:
-            return _recorded(model, flow, batch, values, has_target, numerics, cast, shares)
+            return _recorded(model, flow, batch, values, has_target, numerics, mixed, cast, shares)
         except ModelError as error:
             if values is not None or not isinstance(error.__cause__, data_dependent_errors()):
                 raise
@@ -194,6 +195,7 @@ def _recorded(
     values: KnownValues | None,
     has_target: bool,
     numerics: Numerics,
+    mixed: torch.dtype,
     cast: Sequence[str],
     shares: Shares,
 ) -> Recording:
@@ -215,11 +217,12 @@ def _recorded(
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),
-        stand_ins([model], cast=_LOW if numerics is Numerics.BF16 else None) as fakes,
+        stand_ins([model], cast=mixed if numerics is Numerics.BF16 else None) as fakes,
     ):
         if numerics is Numerics.BF16:
             for name in ("", *cast):
-                model.get_submodule(name).register_forward_pre_hook(_cast_to_bf16, with_kwargs=True)
+                unit = model.get_submodule(name)
+                unit.register_forward_pre_hook(_caster(mixed), with_kwargs=True)
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)
         known = {id(storage_of(tensor)) for tensor in fakes.all()}
         names_of = {id(storage_of(p)): name for name, p in model.named_parameters()}
@@ -228,7 +231,7 @@ def _recorded(
             ArrayReads(values, lambda _: None) if values is not None else nullcontext(),
             without_onednn(),
             intercepted(model, names, note),
-            torch.autocast("cpu", _LOW, enabled=numerics is Numerics.BF16_AUTOCAST),
+            torch.autocast("cpu", mixed, enabled=numerics is Numerics.BF16_AUTOCAST),
             _explained(batch),
         ):
             call_model(model, fake, has_target=has_target)
@@ -285,11 +288,13 @@ def intercepted(
                 attributes[CALL] = before
 
 
-def _cast_to_bf16(
-    module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Cast inputs as FSDP2 does for the modules that it shards, under mixed precision."""
-    return map_tensors(lambda t: t.to(_LOW) if t.is_floating_point() else t, (args, kwargs))
+def _caster(dtype: torch.dtype) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Casts inputs as FSDP2 does for the modules that it shards, under mixed precision."""
+
+    def cast(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+    return cast
 
 
 class _WriteGuard(FakeRunMode):

@@ -47,13 +47,13 @@ class Stage(nn.Module):
         *,
         round: Round,
         loss_fn: LossFn | None,
-        runs_autocast: bool,
+        autocast_to: torch.dtype | None,
     ) -> None:
         super().__init__()
         self._replay = replay
         self._round = round
         self._loss_fn = loss_fn
-        self._runs_autocast = runs_autocast
+        self._autocast_to = autocast_to
         object.__setattr__(self, "_model", model)  # its modules are not this one's
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -66,16 +66,14 @@ class Stage(nn.Module):
         number = int(microbatch)
         piece, has_target = self._round.pieces[number], self._loss_fn is not None
         model = self._model
-        with autocast(self._replay.device, enabled=self._runs_autocast):
+        with autocast(self._replay.device, self._autocast_to):
             output = self._replay.run(
                 received, lambda: call_model(model, piece, has_target=has_target)
             )
         if not self.segment.is_last:
             assert isinstance(output, tuple)
             return output
-        if self._runs_autocast:
-            output = as_fp32(output)
-        loss = loss_of(output, piece, self._loss_fn)
+        loss = loss_of(as_fp32(output, self._autocast_to), piece, self._loss_fn)
         if is_fake(loss):
             raise ModelError(
                 "the loss uses a tensor of another stage, which is not here: a hook inside a unit"

@@ -58,8 +58,9 @@ class Recompute(StrEnum):
 class Precision(StrEnum):
     """The dtype of forward and backward.
 
-    A model built in that dtype runs as it is. An fp32 model under `BF16` keeps fp32 parameters,
-    gradients and optimizer states (the masters) and computes in bfloat16.
+    A model built in that dtype runs as it is. An fp32 model under `BF16` and `FP16` keeps fp32
+    parameters, gradients and optimizer states (the masters) and computes in 16 bits; under `FP16`
+    with a loss scale.
     """
 
     FP32 = "fp32"

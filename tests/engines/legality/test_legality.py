@@ -76,11 +76,23 @@ def test_stages_need_a_pipeline_and_styles_need_tensor_parallelism() -> None:
     assert rules("tensor_styles=a:row", model(), cpu_ranks(1)) == ["styles-without-tensor"]
 
 
-def test_precision_must_be_what_the_model_was_built_in_or_bf16_on_fp32() -> None:
+def test_precision_must_be_what_the_model_was_built_in_or_16_bits_on_fp32() -> None:
     half = model(unit("b.0", dtypes=("bfloat16",)), dtype="bfloat16")
     assert rules("precision=bf16", half, cpu_ranks(1)) == []
     assert rules("precision=fp32", half, cpu_ranks(1)) == ["precision"]
-    assert rules("precision=fp16", model(), cpu_ranks(1)) == ["precision"]
+    assert rules("precision=fp16", model(), cpu_ranks(1)) == []
+    assert rules("precision=fp16", half, cpu_ranks(1)) == ["precision"]
+
+
+def test_a_loss_scale_needs_steps_that_all_ranks_can_leave_out() -> None:
+    for words, rule in (
+        ("updates=local", "loss-scale-of-async-updates"),
+        ("compression=powersgd", "loss-scale-of-powersgd"),
+        ("compression=bf16", ""),
+    ):
+        broken = [rule] if rule else []
+        assert rules(f"dp_replicate=2 precision=fp16 {words}", model(), cpu_ranks(2)) == broken
+        assert rules(f"dp_replicate=2 precision=bf16 {words}", model(), cpu_ranks(2)) == []
 
 
 def test_a_device_without_bf16_is_not_given_bf16() -> None:
@@ -89,6 +101,9 @@ def test_a_device_without_bf16_is_not_given_bf16() -> None:
 
 
 def test_a_device_without_bf16_is_offered_its_own_dtype() -> None:
+    old = gpus(1, "float32", "float16")
+    (problem,) = problems(Plan.parse("precision=bf16"), model(), old)
+    assert problem.hint == "set precision=fp16 or fp32"
     alone = gpus(1, "bfloat16")
     (problem,) = problems(Plan.parse("precision=fp32"), model(), alone)
     assert problem.hint == "set precision=bf16"
@@ -122,7 +137,7 @@ def test_sparse_gradients_may_be_sharded() -> None:
 def test_batch_norm_under_sharded_bf16_is_refused_with_the_remedy() -> None:
     normed = model(batch_norms=("stem.1",))
     refusals = problems(Plan.parse("dp_shard=2 precision=bf16"), normed, cpu_ranks(2))
-    assert [p.rule for p in refusals] == ["bf16-batch-norm"]
+    assert [p.rule for p in refusals] == ["mixed-batch-norm"]
     assert "precision=fp32" in refusals[0].hint
     assert rules("dp_shard=2", normed, cpu_ranks(2)) == []
     assert rules("dp_replicate=2 precision=bf16", normed, cpu_ranks(2)) == []

@@ -83,7 +83,7 @@ def spread(plan: str, seed: int) -> tuple[Gated, Layout, Mesh]:
         parameter.data = part.clone()
     layout.lay_out(stages=None, split=SPLIT)
     if mesh.shards is not None:
-        shard(model, parsed, profile=profile, mesh=mesh.shards, mixed=False)
+        shard(model, parsed, profile=profile, mesh=mesh.shards, mixed=None)
     return model, layout, mesh
 
 
