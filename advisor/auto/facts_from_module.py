@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from advisor.inputs.facts import Facts
 from advisor.inputs.manual_placement import with_parts
-from advisor.inputs.precision import MIXED, default_precision, has_bf16_units
+from advisor.inputs.precision import AUTO, MIXED, REDUCED, default_precision, faster_precision
 from advisor.learning.anchor import Anchor
 from advisor.learning.run_log import pace_of, with_anchor, with_runs
 from engines.plan import PartialPlan, Precision
@@ -75,8 +75,10 @@ def facts_from_module(
     """
     dtype = _dtype(model)
     wanted = precision or partial.precision
-    may_reduce = may_reduce and wanted is None and has_bf16_units(cluster.device)
-    is_reduced = (wanted == "bf16" or may_reduce) and dtype == "float32"
+    is_open = wanted in (None, AUTO)
+    may_reduce = is_open and (may_reduce or wanted == AUTO)
+    faster = faster_precision(cluster.device, wanted) if may_reduce else None
+    is_reduced = (wanted in REDUCED or faster is not None) and dtype == "float32"
     look = functools.partial(
         capture,
         model,
@@ -85,10 +87,9 @@ def facts_from_module(
         name=type(model).__name__,
         batch_dims=batch_dims,
     )
-    profile = _profile(look, is_reduced=is_reduced, may_leave_out=may_reduce)
-    if wanted is None:
-        device = cluster.device if may_reduce else None
-        wanted = (default_precision(profile, device) or Precision.FP32).value
+    profile = _profile(look, is_reduced=is_reduced, may_leave_out=faster is not None)
+    if wanted is None or is_open:
+        wanted = (default_precision(profile, faster) or Precision.FP32).value
     if timed:
         profile = _with_times(model, sample, loss_fn, profile, cluster)
     cluster = with_parts(_with_context(cluster, model), profile)
@@ -130,15 +131,15 @@ def facts_from_module(
 def _profile(
     look: Callable[..., ModelProfile], *, is_reduced: bool, may_leave_out: bool
 ) -> ModelProfile:
-    """Profile the model as built and, with `is_reduced`, in bf16; without bf16 if the model does
-    not support it and `may_leave_out`."""
+    """Profile the model as built and, with `is_reduced`, in 16 bits; without them if the model does
+    not support them and `may_leave_out`."""
     if is_reduced:
         try:
             return look(numerics=(Numerics.AS_BUILT, *MIXED))
         except ModelError as error:
             if not may_leave_out:
                 raise
-            log.info("planned as built, the model does not run in bf16: %s", error.what)
+            log.info("planned as built, the model does not run in 16 bits: %s", error.what)
     return look(numerics=(Numerics.AS_BUILT,))
 
 

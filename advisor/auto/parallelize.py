@@ -105,9 +105,10 @@ def advise(
             "frames": 1}, None for a tensor that all samples share, "elements" for a list with an
             element a sample. In order for a tuple.
         optimizer: as for `auto_parallelize`; only its memory counts here.
-        precision: "fp32" or "bf16"; by default bf16 with fp32 masters on accelerators that have
-            units for it, else that of the model. Pass the same to `auto_parallelize`, which
-            otherwise keeps the model's.
+        precision: "fp32", "bf16" or "fp16"; by default bf16 with fp32 masters on accelerators that
+            have units for it, else that of the model. "auto" takes fp16 and a loss scale where
+            there are units for that alone. Pass the same to `auto_parallelize`, which otherwise
+            keeps the model's.
         samples: in the training set, for steps per epoch.
         critical_batch_size: as measured (`ParallelModel.noise_scale`), in samples: a larger global
             batch gives a warning.
@@ -216,8 +217,9 @@ def auto_parallelize(
     given.
 
     Args:
-        precision: "fp32" or "bf16" (with fp32 masters); by default that of the model, so that the
-            numerics of a training only change on request. A warning says if bf16 would be faster.
+        precision: "fp32", "bf16" or "fp16" (with fp32 masters, fp16 with a loss scale too), "auto"
+            (bf16 or fp16 where the device has units for it); by default that of the model, so that
+            the numerics of a training only change on request. A warning says which is faster.
         model, sample, loss_fn, batch_dims, samples, critical_batch_size, host_overhead_s,
             objective, timed, allow_lossy: as for `advise`; all ranks time their blocks at the same
             time, as in training.

@@ -14,6 +14,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from advisor.auto.measure import seed_everything
 from advisor.auto.parallelize import auto_parallelize
 from advisor.decide.decision import Decision
 from advisor.inputs.models import LoadedModel, load_model
+from engines.blocks.autocast import autocast
 from engines.data.loader import split_rows_evenly
 from engines.parallel import ParallelModel
 from engines.parallel.parity import TOLERANCES, Difference, Tolerance, largest_difference
@@ -54,7 +56,7 @@ class VerifyRequest:
     Attributes:
         model: MODEL of the command line.
         settings: of the plan, "tp=2"; the rest is decided.
-        precision: "fp32" or "bf16" (with fp32 masters); None: as the model is built.
+        precision: "fp32", or "bf16" or "fp16" (with fp32 masters); None: as the model is built.
     """
 
     model: str
@@ -141,17 +143,18 @@ def verify(request: VerifyRequest) -> Verified | None:
         return None
     assert isinstance(parallel.decision, Decision)
     profile = parallel.decision.facts.model
-    is_mixed = str(plan.precision) == "bf16"
+    dtype: torch.dtype = getattr(torch, plan.precision.dtype)
     reference.train(not draws)
     run = partial(
         _alone,
         loaded=loaded,
         steps=request.steps,
         rate=rate,
-        is_mixed=is_mixed,
+        mixed=dtype if dtype != _dtype_of(module) else None,
+        scale=parallel.loss_scaler.scale,
         device=world.device,
     )
-    tolerance = TOLERANCES[torch.bfloat16 if is_mixed else _dtype_of(module)]
+    tolerance = TOLERANCES[dtype]
     again = copy.deepcopy(reference) if plan.data_degree * plan.forwards > 1 else None
     result = _compared(got, run(reference, [batch]), plan, rows, tolerance)
     if not result.is_equal and again is not None:
@@ -175,6 +178,8 @@ def verify(request: VerifyRequest) -> Verified | None:
 def _under_plan(parallel: ParallelModel, part: Batch, *, steps: int) -> tuple[_Run, float]:
     """The steps on this rank, and the learning rate of all."""
     losses = [parallel.forward_backward(part).item()]
+    while parallel.loss_scaler.is_on and not isfinite(losses[0]):  # the scale falls
+        losses = [parallel.forward_backward(part).item()]
     gradients = parallel.full_gradients()
     norm = parallel.clip_grad_norm_(float("inf")).item()
     rate = min(MOST_RATE, FIRST_UPDATE / norm) if 0 < norm < float("inf") else MOST_RATE
@@ -193,21 +198,25 @@ def _alone(
     loaded: LoadedModel,
     steps: int,
     rate: float,
-    is_mixed: bool,
+    mixed: torch.dtype | None,
+    scale: float,
     device: torch.device,
 ) -> _Run:
-    """The same steps of plain torch, on `pieces` of equal weight."""
+    """The same steps of plain torch, on `pieces` of equal weight, with losses times `scale`."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=rate, momentum=MOMENTUM)
     losses, gradients = [], {}
     for step in range(steps):
         total = 0.0
         for piece in pieces:
-            with torch.autocast(device.type, torch.bfloat16, enabled=is_mixed):
+            with autocast(device, mixed):
                 loss = _loss(module, piece, loaded) / len(pieces)
-            loss.backward()
+            (loss * scale).backward()
             total += loss.item()
         losses.append(total)
+        for parameter in trained.values():
+            if parameter.grad is not None:
+                parameter.grad /= scale
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
         optimizer.step()

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="Is run too.")
 @click.option(
     "--precision",
-    metavar="[fp32|bf16]",
-    callback=one_of("fp32", "bf16"),
+    metavar="[auto|fp32|bf16|fp16]",
+    callback=one_of("auto", "fp32", "bf16", "fp16"),
     help="Of forward and backward. Default: the dtype that the model is built in.",
 )
 @click.option("--steps", callback=count, metavar="N", help="Steps to time. Default: 10.")

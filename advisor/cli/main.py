@@ -108,8 +108,8 @@ def cli(ctx: click.Context) -> None:
 )
 @click.option(
     "--precision",
-    metavar="[fp32|bf16]",
-    callback=one_of("fp32", "bf16"),
+    metavar="[auto|fp32|bf16|fp16]",
+    callback=one_of("auto", "fp32", "bf16", "fp16"),
     help="Of forward and backward. Default: bf16 on devices with units for it, else as built.",
 )
 @click.option(

@@ -48,7 +48,7 @@ def facts_of(
     from advisor.inputs.facts import Facts
     from advisor.inputs.manual_placement import with_parts
     from advisor.inputs.models import require_model
-    from advisor.inputs.precision import MIXED, default_precision, has_bf16_units
+    from advisor.inputs.precision import AUTO, MIXED, REDUCED, default_precision, faster_precision
     from advisor.inputs.stacks import stack_of
     from advisor.learning.run_log import pace_of, with_anchor, with_runs
     from advisor.learning.shortages import below, failed_here
@@ -61,13 +61,14 @@ def facts_of(
     if cluster == "auto":
         require_model(model)  # before a job is measured for it
     machines = resolve(cluster, bench=bench)
-    may_reduce = precision is None and has_bf16_units(machines.device)
-    reduced = MIXED if precision == "bf16" or may_reduce else ()
+    is_open = precision in (None, AUTO)
+    faster = faster_precision(machines.device, precision) if is_open else None
+    reduced = MIXED if precision in REDUCED or faster is not None else ()
     profile = _profile(
         model,
         sequence_length,
         reduced,
-        may_leave_out=may_reduce,
+        may_leave_out=faster is not None,
         on_processor=machines.device.kind == "cpu",
         on_load=on_load,
     )
@@ -75,8 +76,8 @@ def facts_of(
     if global_batch is None:
         global_batch = profile.samples * machines.world_size
         say(f"note: no `--global-batch`: {profile.samples} per device, {global_batch} in all")
-    if precision is None:
-        precision = (default_precision(profile, machines.device) or Precision.FP32).value
+    if precision is None or is_open:
+        precision = (default_precision(profile, faster) or Precision.FP32).value
     if cluster == "auto":
         machines = with_runs(machines, dtype=Precision(precision).dtype)
     workload = Workload(
@@ -123,7 +124,7 @@ def _profile(
         if not may_leave_out:
             raise
         profile = profile_model(model, samples=1, sequence_length=sequence_length, on_load=on_load)
-        say(f"note: planned in {profile.dtype}, as the model does not run in bf16: {error.what}")
+        say(f"note: planned in {profile.dtype}, as the model does not run in 16 bits: {error.what}")
         return profile
 
 

@@ -34,8 +34,8 @@ RANK_BYTES = 0.5 * 2**30
 @click.option("--seq", callback=tokens, metavar="TOKENS", help="Tokens per sample.")
 @click.option(
     "--precision",
-    metavar="[fp32|bf16]",
-    callback=one_of("fp32", "bf16"),
+    metavar="[auto|fp32|bf16|fp16]",
+    callback=one_of("auto", "fp32", "bf16", "fp16"),
     help="Of forward and backward. Default: the dtype that the model is built in.",
 )
 @click.option("--steps", callback=count, metavar="N", help="Optimizer steps. Default: 3.")

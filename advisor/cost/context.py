@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from advisor.cost import anchored
@@ -31,7 +32,7 @@ from advisor.cost.tensor import Styled, hands_on
 from advisor.cost.unit_load import UnitLoad
 from advisor.cost.work import convention
 from advisor.inputs.facts import Facts
-from engines.legality import numerics
+from engines.legality import numerics, scales_loss
 from engines.plan import Plan
 from engines.tensor.rules import proposed_styles
 from engines.tensor.token_rules import split_tokens
@@ -113,7 +114,7 @@ class CostContext:
         if self.stack.product_dtype is not None:
             return self.stack.product_dtype
         is_built = self.numerics(plan) is Numerics.AS_BUILT
-        return self.facts.model.dtype if is_built else "bfloat16"
+        return self.facts.model.dtype if is_built else plan.precision.dtype
 
     def batch_bytes(self, plan: Plan) -> float:
         """Bytes of a rank's part of a step's batch."""
@@ -233,7 +234,9 @@ class CostContext:
         error = anchored.compute_error(cluster, dtype)
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
         kind = self.numerics(plan)
-        measured = None if is_split else block_times(model, cluster, kind, samples=loads.samples)
+        measured = None
+        if not (is_split or scales_loss(plan, model)):  # 16 bits are timed in bf16
+            measured = block_times(model, cluster, kind, samples=loads.samples)
         added = added_s(loads, times, share=added_share(plan), device=device)
         if self.stack.accumulates_in_product:
             added = Busy(0.0, 0.0, 0.0)
@@ -269,6 +272,7 @@ class CostContext:
             plan.ep,
             plan.shards_experts,
             shard_degree(plan),
+            scales_loss(plan, self.facts.model),
         )
         if key not in self._updates:
             if by_name and (plan.tp * plan.ep > 1 or self._whole_shards(plan)):
@@ -280,6 +284,12 @@ class CostContext:
                     }
                 )
             counted = upkeep(optimizer, [*own, *copies], shards=shard_degree(plan))
+            if scales_loss(plan, self.facts.model):
+                # Divided by the loss scale, gradients are read and written once more.
+                local = self._local(plan)
+                stepped = [*(u for first, last in parts for u in local[first:last]), *copies]
+                divided = 2 * sum(unit.gradient_bytes for unit in stepped) / shard_degree(plan)
+                counted = replace(counted, moved_bytes=counted.moved_bytes + divided)
             self._updates[key] = anchored.update(counted, self.facts.cluster)
         return self._updates[key]
 

@@ -24,9 +24,10 @@ from advisor.inputs.changed_facts import (
 )
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
+from advisor.inputs.precision import reduced_precision
 from advisor.search.cache import SearchCache
 from advisor.search.ranking import Candidate, host_bytes_per_node, preferred
-from engines.plan import Offload, OffloadTo, PartialPlan, Plan
+from engines.plan import Offload, OffloadTo, PartialPlan, Plan, Precision
 from profiles.errors import InputError, NoPlanError
 from profiles.model.profile import Numerics
 from profiles.provenance import Quantity, Source
@@ -80,8 +81,10 @@ def _changes(
         change = f"leave `{partial.only(key)}` open"
         yield from _verified(change, facts, all_plans, partial.leaving(key))
     if facts.workload.precision == "fp32" and Numerics.BF16 in facts.model.numerics:
-        changed = _with(facts, workload=facts.workload.model_copy(update={"precision": "bf16"}))
-        yield from _verified("compute in bf16 (`--precision bf16`)", changed, tried, partial)
+        reduced = (reduced_precision(facts.cluster.device) or Precision.BF16).value
+        changed = _with(facts, workload=facts.workload.model_copy(update={"precision": reduced}))
+        change = f"compute in {reduced} (`--precision {reduced}`)"
+        yield from _verified(change, changed, tried, partial)
     if facts.workload.optimizer.whole_because:
         workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw"]})
         name = facts.workload.optimizer.name

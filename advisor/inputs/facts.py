@@ -128,7 +128,7 @@ def _require_units(model: ModelProfile) -> None:
 
 
 def _require_numerics(model: ModelProfile, precision: Precision) -> None:
-    """Require both bf16 numerics of an fp32 model: cast by FSDP, and autocast by DDP."""
+    """Require both 16-bit numerics of an fp32 model: cast by FSDP, and autocast by DDP."""
     if precision.dtype != model.dtype and model.dtype != "float32":
         raise InputError(
             f"precision {precision} needs a model built in {precision.dtype} or float32,"

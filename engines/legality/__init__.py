@@ -8,3 +8,4 @@ from engines.legality.problem import Problem as Problem
 from engines.legality.problems import numerics as numerics
 from engines.legality.problems import problems as problems
 from engines.legality.problems import require_legal as require_legal
+from engines.legality.problems import scales_loss as scales_loss

@@ -32,7 +32,7 @@ SMALLEST_BESIDE_BLOCKS = 1 / 4
 
 
 class Numerics(StrEnum):
-    """Number formats of a forward pass."""
+    """Number formats of a forward pass. Those in bf16 stand for fp16 too, of the same bytes."""
 
     AS_BUILT = "as_built"  # parameters and inputs as the user made them
     BF16 = "bf16"  # parameters and inputs cast to bfloat16 for forward and backward (FSDP)

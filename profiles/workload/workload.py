@@ -18,8 +18,8 @@ class Workload(Record):
         global_batch_size: samples per optimizer step, over all replicas.
         tokens_per_sample: for tokens/s in the report; None where samples are not token ids.
         optimizer: bytes it keeps and moves.
-        precision: "fp32" or "bf16" as in `Plan.precision`; numerics are the user's choice, the
-            advisor never changes them.
+        precision: "fp32", "bf16" or "fp16" as in `Plan.precision`; numerics are the user's
+            choice, the advisor never changes them.
         host_overhead_s: of a step in which the devices wait for data or for the host. Nothing of it
             follows from a model or a machine, so none is assumed until somebody says or measures.
         dataset_samples: in the training set, for steps per epoch; None where nobody said.

@@ -134,6 +134,15 @@ def _timing(work: Callable[[], object], device: torch.device, seconds: float) ->
     )
 
 
+def _half(device: Device) -> torch.dtype:
+    """The dtype of 16 bits that is timed: fp16 where a GPU has units for it and emulates bf16."""
+    rates = device.flop_per_s
+    half, plain = rates.get("float16"), rates.get("float32")
+    has_units = half is not None and plain is not None and half.value > plain.value
+    is_only = device.kind != "cpu" and "bfloat16" not in rates and has_units
+    return torch.float16 if is_only else torch.bfloat16
+
+
 def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     """The device as the slowest rank sees it while all work.
 
@@ -142,9 +151,10 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     elsewhere the measured rate is the peak, and its share 1.
     """
     here, large = job.device, large_edge(job.device)
-    dtypes = [torch.float32, torch.bfloat16]
+    half = _half(device)
+    dtypes = [torch.float32, half]
     edges = GPU_EDGES if here.type == "cuda" else CPU_EDGES
-    usual = torch.bfloat16 if here.type == "cuda" else torch.float32
+    usual = half if here.type == "cuda" else torch.float32
     share_s = budget_s / (len(dtypes) + len(edges) + 2 + (here.type == "cuda"))
     job.barrier()
     timings = [matmul_timing(here, dtype, large, seconds=share_s) for dtype in dtypes]
@@ -174,9 +184,10 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     }
     if here.type == "cuda":
         update["host_link_bytes_per_s"] = measured(HOST_COPY_BYTES / medians[-1], errors[-1])
-    if here.type == "cuda" and "bfloat16" in device.flop_per_s:
-        rate = rates["bfloat16"]
-        share = rate.value / (device.flop_per_s["bfloat16"].value)
+    name = str(half).removeprefix("torch.")
+    if here.type == "cuda" and name in device.flop_per_s:
+        rate = rates[name]
+        share = rate.value / device.flop_per_s[name].value
         update["matmul_fraction"] = measured(share, rate.relative_error)
     else:
         update["flop_per_s"] = device.flop_per_s | rates

@@ -68,8 +68,11 @@ def test_statistics_over_a_batch_are_compared_on_the_same_microbatches(pool: Poo
 
 
 @pytest.mark.dist
-def test_dropout_is_left_out_and_bf16_has_its_own_tolerance(pool: Pool) -> None:
-    result = of_two_ranks(pool, "with_dropout", "dp_shard=2", "bf16")
+@pytest.mark.parametrize("precision", ["bf16", *nightly("fp16")])
+def test_dropout_is_left_out_and_16_bits_have_their_own_tolerance(
+    pool: Pool, precision: str
+) -> None:
+    result = of_two_ranks(pool, "with_dropout", "dp_shard=2", precision)
     assert result.is_equal
     assert 1e-4 < result.gradients.value < result.tolerance.value
     assert "the model draws random numbers (dropout)" in result.notes[0]

@@ -13,7 +13,7 @@ from advisor import advise
 from advisor.auto.facts_from_module import facts_from_module
 from advisor.cli.main import cli
 from advisor.decide.decision import Decision
-from advisor.inputs.precision import has_bf16_units
+from advisor.inputs.precision import AUTO, faster_precision, hint, reduced_precision
 from profiles.machine import catalogue
 from profiles.machine.clusters import resolve_cluster
 from tests.factories import exact, gpu
@@ -27,28 +27,32 @@ def plan(model: str, cluster: str, *options: str) -> Decision:
 
 
 @pytest.mark.parametrize(
-    ("name", "has_units"),
+    ("name", "precision"),
     [
-        ("H100-SXM-80GB", True),
-        ("A100-SXM-40GB", True),
-        ("RTX-3090-24GB", True),
-        ("MI300X", True),
-        # Compute capability 7.0 and 7.5: bfloat16 is emulated.
-        ("V100-SXM2-16GB", False),
-        ("T4-16GB", False),
-        ("P40-24GB", False),
+        ("H100-SXM-80GB", "bf16"),
+        ("A100-SXM-40GB", "bf16"),
+        ("RTX-3090-24GB", "bf16"),
+        ("MI300X", "bf16"),
+        # Compute capability 6.0, 7.0 and 7.5: bfloat16 is emulated.
+        ("P100-16GB", "fp16"),
+        ("V100-SXM2-16GB", "fp16"),
+        ("T4-16GB", "fp16"),
+        # 6.1: float16 at 1/64 of the rate.
+        ("P40-24GB", None),
         # AMX multiplies bfloat16 faster, but a processor's model stays as it is built.
-        ("Xeon-8488C-CPU", False),
+        ("Xeon-8488C-CPU", None),
     ],
 )
-def test_units_for_bf16_are_those_of_the_data_sheets(name: str, has_units: bool) -> None:
-    assert has_bf16_units(catalogue.accelerator(name)) == has_units
+def test_units_for_16_bits_are_those_of_the_data_sheets(name: str, precision: str | None) -> None:
+    device = catalogue.accelerator(name)
+    assert reduced_precision(device) == faster_precision(device, AUTO) == precision
+    assert faster_precision(device, None) == (precision if precision == "bf16" else None)
 
 
 def test_a_timed_device_that_emulates_bf16_has_no_units_for_it() -> None:
     emulated = {"float32": exact(14e12), "bfloat16": exact(9e12)}
     device = gpu().model_copy(update={"flop_per_s": emulated})
-    assert not has_bf16_units(device)
+    assert reduced_precision(device) is None
 
 
 def test_bf16_is_planned_where_the_device_has_units_and_fp32_is_priced() -> None:
@@ -64,11 +68,47 @@ def test_bf16_is_planned_where_the_device_has_units_and_fp32_is_priced() -> None
     assert not [s for s in plain.suggestions if "fp32" in s]
 
 
+def test_auto_plans_fp16_where_the_device_has_units_for_it_alone() -> None:
+    decision = plan("gpt-125m", "1x8xV100-SXM2-32GB", "--precision", "auto")
+    assert decision.plan.precision == "fp16"
+    plain = plan("gpt-125m", "1x8xV100-SXM2-32GB")
+    assert plain.plan.precision == "fp32"
+    assert any("`--precision fp16`) keeps fp32 masters, and sc" in s for s in plain.suggestions)
+    # 125 against 15.7 TFLOP/s; what is bound by memory or launches gains less.
+    assert 2 < plain.estimate.step_s / decision.estimate.step_s < 125 / 15.7
+
+
 @pytest.mark.parametrize("cluster", ["1x8xV100-SXM2-32GB", "1x4xT4-16GB", "1x2xXeon-8488C-CPU"])
 def test_without_units_for_bf16_a_model_is_planned_as_it_is_built(cluster: str) -> None:
     decision = plan("gpt-125m", cluster)
     assert decision.plan.precision == "fp32"
     assert not [s for s in decision.suggestions if "bf16" in s]
+
+
+def test_the_loss_scale_costs_a_pass_over_the_gradients() -> None:
+    """Of 8 bytes a parameter, all that differs on a device that multiplies both as fast."""
+    fp16, bf16 = (
+        plan("gpt-125m", "1xA100-SXM-80GB", "--precision", name) for name in ("fp16", "bf16")
+    )
+    assert fp16.plan.model_copy(update={"precision": "bf16"}) == bf16.plan
+    more = fp16.estimate.step_s - bf16.estimate.step_s
+    bandwidth = bf16.facts.cluster.device.memory_bandwidth_bytes_per_s.value
+    least = 8 * bf16.facts.model.parameters / bandwidth
+    assert least <= more < 1.5 * least
+
+
+def test_a_training_on_fp16_units_stays_in_fp32_and_is_told() -> None:
+    module, sample = nn.Linear(256, 256), (torch.zeros(8, 256), torch.zeros(8, 256))
+    cluster = resolve_cluster("1x8xV100-SXM2-32GB")
+    facts = facts_from_module(module, sample, loss_fn=loss, cluster=cluster)
+    assert facts.workload.precision == "fp32"
+    auto = facts_from_module(module, sample, loss_fn=loss, cluster=cluster, precision="auto")
+    assert (auto.workload.precision, hint(auto)) == ("fp16", None)
+    assert hint(facts) == (
+        "planned in fp32, as the model is built; V100-SXM2-32GB does 125 TFLOP/s in fp16 and 15.7"
+        ' TFLOP/s in fp32: `precision="fp16"` (`--precision fp16`) keeps fp32 masters, and scales'
+        " the loss"
+    )
 
 
 class NoBf16(nn.Module):
