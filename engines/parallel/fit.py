@@ -76,8 +76,8 @@ class FitMixin(CheckpointMixin):
             save_every: steps between saves in the background; the end of the training is saved too.
             keep_last: newest saves to retain; None: all.
             resume: None starts anew; older saves in the folder stay.
-            scheduler: stepped after each step, saved and resumed; one that a factory made
-                (`scheduler=` of `auto_parallelize`) is so without being given here.
+            scheduler: stepped after each step that was not left out, saved and resumed; one that a
+                factory made (`scheduler=` of `auto_parallelize`) is so without being given here.
             on_step: called after each step with its number and its loss.
             grace_s: that the scheduler leaves from a signal to its kill: the save at the end waits
                 that long for other ranks, beyond what the disk takes.
@@ -115,7 +115,7 @@ class FitMixin(CheckpointMixin):
 
         def stepped(loss: Tensor) -> bool:
             losses[:] = [loss]
-            if scheduler is not None:
+            if scheduler is not None and not self._finite.is_last_skipped:
                 scheduler.step()
             if on_step is not None:
                 on_step(self.step, loss)

@@ -1,7 +1,7 @@
 """Loss, gradients and updates under a plan on the device, beside plain torch on the CPU.
 
 One process here, two in `tests.gpu.ranks`. Bounds are those by which `advise verify` judges
-(`engines.parallel.parity.TOLERANCES`): fp32 with TF32 off, and wider in bf16.
+(`engines.parallel.parity.TOLERANCES`): fp32 with TF32 off, and wider in bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ PLANS: tuple[tuple[str, str], ...] = (
     ("gpt", "loss_chunks=4"),
     ("gpt", "precision=bf16"),
     ("gpt", "precision=bf16 recompute=full loss_chunks=4"),
+    ("gpt", "precision=fp16"),
+    ("gpt", "zero=3 precision=fp16"),
     ("gpt", "offload=optimizer"),
     ("gpt", "offload=activations"),
     ("gpt", "offload=optimizer,activations accumulation=2"),
@@ -108,8 +110,7 @@ def compared(
     reference = subject.build()
     model = copy.deepcopy(reference)
     sample = subject.batch(2)
-    is_mixed = plan.precision is Precision.BF16
-    numerics = tuple(Numerics) if is_mixed else (Numerics.AS_BUILT,)
+    numerics = tuple(Numerics) if plan.precision is not Precision.FP32 else (Numerics.AS_BUILT,)
     profile = capture(model, sample, loss_fn=subject.loss_fn, numerics=numerics)
     if plan.tp > 1:
         proposal = propose_styles(
@@ -127,7 +128,9 @@ def compared(
         world=World(0, 1, device, timeout_s=60.0) if plan.world_size == 1 else None,
         offload_folder=folder if plan.offload_to is OffloadTo.DISK else None,
     )
-    bound = TOLERANCES[torch.bfloat16 if is_mixed else torch.float32].value
+    if parallel.loss_scaler.is_on:
+        parallel.loss_scaler.scale = 256.0  # nothing overflows, and no step is left out
+    bound = TOLERANCES[getattr(torch, plan.precision.dtype)].value
     own = [p for p in reference.parameters() if p.requires_grad]
     optimizer = sgd(own)
     rows = []

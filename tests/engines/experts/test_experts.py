@@ -233,10 +233,16 @@ def half(plan: str) -> float:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", ["dp_replicate=2 ep=2", "dp_shard=2 ep=2"])
-def test_experts_compute_in_bf16_where_the_plan_says_so(pool: Pool, plan: str) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp_replicate=2 ep=2 precision=bf16", "dp_shard=2 ep=2 precision=bf16"),
+        *nightly("dp_replicate=2 ep=2 precision=fp16", "dp_shard=2 ep=2 precision=fp16"),
+    ],
+)
+def test_experts_compute_in_16_bits_where_the_plan_says_so(pool: Pool, plan: str) -> None:
     pytest.importorskip("transformers")
-    assert max(pool.run(half, f"{plan} precision=bf16", world_size=2)) < 5e-3
+    assert max(pool.run(half, plan, world_size=2)) < 5e-3
 
 
 def across_plans(folder: str, text: str) -> float:
