@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,22 +25,41 @@ def step_in_chunks(
     when a plan is applied (`engines.state.optimizer_footprint.why_not_chunked`).
     """
     groups = optimizer.param_groups
+    with _hooked_once(optimizer):
+        try:
+            for group in groups:
+                everything = group["params"]
+                try:
+                    optimizer.param_groups = [group]
+                    for chunk in _chunks(everything, chunk_bytes):
+                        for parameter in chunk:
+                            before(parameter)
+                        group["params"] = chunk
+                        own()
+                        for parameter in chunk:
+                            after(parameter)
+                finally:
+                    group["params"] = everything
+        finally:
+            optimizer.param_groups = groups
+
+
+@contextmanager
+def _hooked_once(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Around the steps of all chunks: hooks are called before the first and after the last. They
+    count steps, and advance schedules."""
+    first, last = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for hook in list(first.values()):
+        hook(optimizer, (), {})
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
     try:
-        for group in groups:
-            everything = group["params"]
-            try:
-                optimizer.param_groups = [group]
-                for chunk in _chunks(everything, chunk_bytes):
-                    for parameter in chunk:
-                        before(parameter)
-                    group["params"] = chunk
-                    own()
-                    for parameter in chunk:
-                        after(parameter)
-            finally:
-                group["params"] = everything
+        yield
     finally:
-        optimizer.param_groups = groups
+        optimizer._optimizer_step_pre_hooks = first
+        optimizer._optimizer_step_post_hooks = last
+    for hook in list(last.values()):
+        hook(optimizer, (), {})
 
 
 def _chunks(parameters: list[nn.Parameter], chunk_bytes: int) -> Iterator[list[nn.Parameter]]:

@@ -178,6 +178,22 @@ def test_learning_rate_schedulers_work_across_offloading(tmp_path: Path) -> None
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
+def test_a_step_in_chunks_is_one_for_what_counts_steps(tmp_path: Path) -> None:
+    model, called = nn.Linear(8, 8), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    OffloadedStates(optimizer, OffloadPool(CPU, tmp_path), chunk_bytes=0)
+    before = model.weight.detach().clone()
+
+    def note(*_: object) -> None:
+        called.append(torch.equal(model.weight, before))
+
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(note)
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    assert called == [True, False]
+
+
 class _ByAll(torch.optim.SGD):
     """Divides every gradient by the largest of all."""
 
