@@ -45,7 +45,7 @@ def shard(build: Build) -> None:
     if build.mesh.replicas.size > 1 and not averages_itself:
         _replicate(build)
     if build.requested.data_parallel is DataParallel.THREADS:
-        build.runner = data_parallel(build.model, build.requested, build.world)
+        build.runner = data_parallel(build.model, build.requested, build.world, build.mixed)
 
 
 def _allocate(build: Build, tensors: Iterable[Tensor]) -> None:

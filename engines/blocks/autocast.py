@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from profiles.torch_compat import Tree, map_tensors
 
@@ -11,6 +12,16 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
     """The context that runs matmuls in `dtype` on fp32 parameters; None: that does nothing."""
     is_on = dtype is not None
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=is_on)
+
+
+def keep_dtype(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    """Let autocast compute `module` in `dtype` in any thread: nn.DataParallel's enable it there in
+    the thread's own default, which is float16 on CUDA."""
+
+    def set_dtype(*_: object) -> None:
+        torch.set_autocast_dtype(device_type, dtype)
+
+    module.register_forward_pre_hook(set_dtype)
 
 
 def as_fp32(output: Tree, dtype: torch.dtype | None) -> Tree:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from engines.blocks.autocast import keep_dtype
 from engines.plan import DataParallel, Plan
 from engines.runtime.world import World
 from profiles.errors import PlanError
@@ -37,8 +38,13 @@ def require_devices(replicas: int, world: World, *, where: str) -> None:
     )
 
 
-def data_parallel(model: nn.Module, plan: Plan, world: World) -> nn.DataParallel[nn.Module]:
-    """`model`, which is on the device of `world`, with a thread for each device of `plan`."""
+def data_parallel(
+    model: nn.Module, plan: Plan, world: World, mixed: torch.dtype | None
+) -> nn.DataParallel[nn.Module]:
+    """`model`, which is on the device of `world`, with a thread for each device of `plan`, computed
+    in `mixed` under autocast."""
+    if mixed is not None:
+        keep_dtype(model, world.device.type, mixed)
     first = world.device.index or 0
     others = (n for n in range(torch.cuda.device_count()) if n != first)
     devices = [first, *others][: plan.dp_replicate]

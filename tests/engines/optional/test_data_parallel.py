@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -64,7 +66,7 @@ def test_the_process_takes_the_rows_of_all_devices() -> None:
 def test_on_cpu_torch_calls_the_module_itself() -> None:
     model = nn.Linear(2, 2)
     world = World(rank=0, size=1, device=torch.device("cpu"), timeout_s=1.0)
-    runner = data_parallel(model, FOUR, world)
+    runner = data_parallel(model, FOUR, world, None)
     x = torch.randn(8, 2)
     assert runner.module is model
     assert torch.equal(runner(x), model(x))
@@ -91,3 +93,17 @@ def test_two_devices_train_as_one() -> None:
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
     results = [p.detach().cpu() for p in model.parameters()]
     torch.testing.assert_close(results, list(reference.parameters()))
+
+
+def test_a_thread_computes_in_the_plan_s_dtype_and_not_in_its_own_default() -> None:
+    model, computed = nn.Linear(2, 2), []
+
+    def compute() -> None:  # as `nn.parallel.parallel_apply` does in each of its threads
+        with torch.amp.autocast("cpu", enabled=True):
+            computed.append(model(torch.zeros(2, 2)).dtype)
+
+    data_parallel(model, FOUR, World(0, 1, torch.device("cpu"), timeout_s=1.0), torch.float16)
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert computed == [torch.float16]  # the default on CPUs is bfloat16
