@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from advisor.inputs.facts import Facts
 from advisor.inputs.manual_placement import with_parts
-from advisor.inputs.precision import AUTO, MIXED, REDUCED, default_precision, faster_precision
+from advisor.inputs.precision import AUTO, MIXED, REDUCED, default_precision, reduced_precision
 from advisor.learning.anchor import Anchor
 from advisor.learning.run_log import pace_of, with_anchor, with_runs
 from engines.plan import PartialPlan, Precision
@@ -76,9 +76,9 @@ def facts_from_module(
     dtype = _dtype(model)
     wanted = precision or partial.precision
     is_open = wanted in (None, AUTO)
-    may_reduce = is_open and (may_reduce or wanted == AUTO)
-    faster = faster_precision(cluster.device, wanted) if may_reduce else None
-    is_reduced = (wanted in REDUCED or faster is not None) and dtype == "float32"
+    is_asked = is_open and (may_reduce or wanted == AUTO)
+    may_reduce = is_asked and reduced_precision(cluster.device) is not None
+    is_reduced = (wanted in REDUCED or may_reduce) and dtype == "float32"
     look = functools.partial(
         capture,
         model,
@@ -87,9 +87,10 @@ def facts_from_module(
         name=type(model).__name__,
         batch_dims=batch_dims,
     )
-    profile = _profile(look, is_reduced=is_reduced, may_leave_out=faster is not None)
-    if wanted is None or is_open:
-        wanted = (default_precision(profile, faster) or Precision.FP32).value
+    profile = _profile(look, is_reduced=is_reduced, may_leave_out=may_reduce)
+    if wanted is None or wanted == AUTO:
+        device = cluster.device if may_reduce else None
+        wanted = (default_precision(profile, device, asked=wanted) or Precision.FP32).value
     if timed:
         profile = _with_times(model, sample, loss_fn, profile, cluster)
     cluster = with_parts(_with_context(cluster, model), profile)

@@ -48,7 +48,7 @@ def facts_of(
     from advisor.inputs.facts import Facts
     from advisor.inputs.manual_placement import with_parts
     from advisor.inputs.models import require_model
-    from advisor.inputs.precision import AUTO, MIXED, REDUCED, default_precision, faster_precision
+    from advisor.inputs.precision import AUTO, MIXED, REDUCED, default_precision, reduced_precision
     from advisor.inputs.stacks import stack_of
     from advisor.learning.run_log import pace_of, with_anchor, with_runs
     from advisor.learning.shortages import below, failed_here
@@ -62,13 +62,13 @@ def facts_of(
         require_model(model)  # before a job is measured for it
     machines = resolve(cluster, bench=bench)
     is_open = precision in (None, AUTO)
-    faster = faster_precision(machines.device, precision) if is_open else None
-    reduced = MIXED if precision in REDUCED or faster is not None else ()
+    may_reduce = is_open and reduced_precision(machines.device) is not None
+    reduced = MIXED if precision in REDUCED or may_reduce else ()
     profile = _profile(
         model,
         sequence_length,
         reduced,
-        may_leave_out=faster is not None,
+        may_leave_out=may_reduce,
         on_processor=machines.device.kind == "cpu",
         on_load=on_load,
     )
@@ -76,8 +76,9 @@ def facts_of(
     if global_batch is None:
         global_batch = profile.samples * machines.world_size
         say(f"note: no `--global-batch`: {profile.samples} per device, {global_batch} in all")
-    if precision is None or is_open:
-        precision = (default_precision(profile, faster) or Precision.FP32).value
+    if precision is None or precision == AUTO:
+        taken = default_precision(profile, machines.device, asked=precision)
+        precision = (taken or Precision.FP32).value
     if cluster == "auto":
         machines = with_runs(machines, dtype=Precision(precision).dtype)
     workload = Workload(

@@ -37,16 +37,15 @@ def reduced_precision(device: Device) -> Precision | None:
     return next((each for each, rate in rates if rate and rate.value > plain.value), None)
 
 
-def faster_precision(device: Device, asked: str | None) -> Precision | None:
-    """Return the precision of 16 bits to plan in: that of `AUTO`, or, where none was named, bf16;
-    None without units for it."""
-    reduced = reduced_precision(device)
-    return reduced if asked == AUTO or reduced is Precision.BF16 else None
-
-
-def default_precision(model: ModelProfile, faster: Precision | None) -> Precision | None:
-    """Return `faster` if the profile supports it, else the model's own precision; None if no
+def default_precision(
+    model: ModelProfile, device: Device | None, *, asked: str | None = None
+) -> Precision | None:
+    """Return the precision of 16 bits that the device has units for, fp16 if `AUTO` was asked for
+    only, and if the profile supports it; else (and without a device) the model's own; None if no
     precision matches."""
+    faster = reduced_precision(device) if device is not None else None
+    if faster is Precision.FP16 and asked != AUTO:
+        faster = None
     # `Facts` refuses a profile without units, in words.
     if model.units and model.dtype == "float32" and set(MIXED) <= set(model.numerics):
         return faster or Precision.FP32

@@ -13,7 +13,7 @@ from advisor import advise
 from advisor.auto.facts_from_module import facts_from_module
 from advisor.cli.main import cli
 from advisor.decide.decision import Decision
-from advisor.inputs.precision import AUTO, faster_precision, hint, reduced_precision
+from advisor.inputs.precision import hint, reduced_precision
 from profiles.machine import catalogue
 from profiles.machine.clusters import resolve_cluster
 from tests.factories import exact, gpu
@@ -45,8 +45,7 @@ def plan(model: str, cluster: str, *options: str) -> Decision:
 )
 def test_units_for_16_bits_are_those_of_the_data_sheets(name: str, precision: str | None) -> None:
     device = catalogue.accelerator(name)
-    assert reduced_precision(device) == faster_precision(device, AUTO) == precision
-    assert faster_precision(device, None) == (precision if precision == "bf16" else None)
+    assert reduced_precision(device) == precision
 
 
 def test_a_timed_device_that_emulates_bf16_has_no_units_for_it() -> None:
