@@ -22,7 +22,7 @@ from advisor.search.stages import StageSearch
 from engines.plan import Offload, OffloadTo, PartialPlan
 from profiles.closed_forms.families import profile_from_config
 from profiles.model.profile import ModelProfile, Numerics
-from tests.factories import chain, cpus, facts, gpus, transformer
+from tests.factories import chain, cpus, exact, facts, gpus, transformer
 
 MIDDLE = transformer(name="middle", layers=6, hidden=2048, ffn=5504, tokens=4096)
 
@@ -96,7 +96,11 @@ def situations(draw: st.DrawFn) -> Facts:
     memory_gib = draw(st.floats(14, 120))
     inter = draw(st.sampled_from((2e9, 25e9, 400e9)))
     cluster = gpus(nodes, devices, memory_gib=memory_gib, inter_bytes_per_s=inter)
-    return facts(MIDDLE, cluster, batch=nodes * devices * local)
+    rates = cluster.device.flop_per_s
+    device = cluster.device.model_copy(update={"flop_per_s": rates | {"float16": exact(3e14)}})
+    cluster = cluster.model_copy(update={"device": device})
+    precision = draw(st.sampled_from(("bf16", "fp16")))
+    return facts(MIDDLE, cluster, batch=nodes * devices * local, precision=precision)
 
 
 def assert_bounded(search: Search, whole: Facts, every: Sequence[Candidate]) -> None:
