@@ -405,6 +405,7 @@ _NUMBERS: dict[str, Number] = {
     "hierarchical all-reduce": _setting("aggregation"),
     "chunked loss": _setting("loss_chunks"),
     "mixed precision": _setting("precision"),
+    "loss scaling": _setting("precision"),
     "synchronised batch norm": _setting("sync_batch_norm"),
     "gradient compression": _setting("compression"),
     "synchronous update": _setting("updates"),

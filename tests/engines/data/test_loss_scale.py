@@ -84,8 +84,8 @@ def started(plan: str, **options: Any) -> tuple[torch.nn.Module, ParallelModel, 
 
 
 def train(parallel: ParallelModel, loss_fn: Loss, steps: range) -> list[float]:
-    """Losses; one rank alone overflows, in one step."""
-    losses, is_bad = [], not dist.is_initialized() or dist.get_rank() == 1
+    """Losses; the last rank alone overflows, in one step."""
+    losses, is_bad = [], dist.get_rank() == dist.get_world_size() - 1
     for step in steps:
         loss_fn.factor = factor_of(step, is_bad=is_bad)
         batch = CASES["gpt"].batch(ROWS + step)
@@ -134,7 +134,7 @@ PIPELINE = "pp=2 microbatches=2 schedule=1f1b stages=blocks.1"
 def test_fp16_trains_as_torch_s_scaler_in_one_process(pool: Pool, plan: str, ranks: int) -> None:
     for loss, error, skipped, state, wanted in pool.run(_trained, plan, world_size=ranks):
         # fp16 rounds by 2^-12; casts of whole layers (FSDP) and partial sums round elsewhere.
-        assert loss < 1e-3
+        assert loss < 1e-4
         assert error < 1e-2
         assert (skipped, state) == (1, wanted)
 
