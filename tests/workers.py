@@ -80,7 +80,7 @@ class Pool:
             # groups of a loaded machine: nothing of the test has been sent yet.
             if NOT_CONNECTED not in str(failure):
                 raise
-            print(f"tried again: {failure}", file=sys.stderr)
+            sys.stderr.write(f"tried again: {failure}\n")
         return self._run(function, args, world_size, timeout_s)
 
     def _run(
