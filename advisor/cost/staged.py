@@ -19,8 +19,9 @@ from advisor.cost.loads import Loads, combined
 from advisor.cost.memory import Peak, shard_degree
 from advisor.cost.offload import filed_s
 from advisor.cost.orders import SPLITS_BACKWARD, InFlight, moments, stages_of
-from advisor.cost.pipeline import Played, StageTimes, play, sends_late
+from advisor.cost.pipeline import Played, StageTimes, sends_late
 from advisor.cost.replay import backward, forward
+from advisor.cost.shared_cores import play_on_cores, slowest_s
 from advisor.cost.small_collectives import small_collectives_s, summed_s
 from advisor.cost.stage import StageCost
 from advisor.cost.stage_memory import StageMemory, chunk_of, stage_peak
@@ -85,8 +86,9 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
     memory = peak_of_rank(model, plan, layout, fullest, named)
 
     waits = sends_late(layout.schedule) or not model.overlaps
-    played = play(
-        layout.schedule, _times(layout), ranks=plan.pp, microbatches=layout.in_round, waits=waits
+    times, cluster = _times(layout), model.facts.cluster
+    played = play_on_cores(
+        layout.schedule, times, plan, cluster, microbatches=layout.in_round, waits=waits
     )
     tails = [_Tail.of(model, plan, layout, rank) for rank in range(plan.pp)]
     busiest = max(range(plan.pp), key=lambda rank: played.busy_s[rank] + tails[rank].total_s)
@@ -98,7 +100,7 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
         ledger,
         degree=shard_degree(plan),
         rounds=layout.rounds,
-        cluster=model.facts.cluster,
+        cluster=cluster,
     )
     again = layout.rounds - 1
     timed = [[(s.forward_s, s.late_s) for s in layout.of(rank)] for rank in range(plan.pp)]
@@ -106,18 +108,22 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
     between = max(end + tail.round_s for end, tail in zip(played.end_s, tails, strict=True))
     last = max(end + tail.last_s for end, tail in zip(played.end_s, tails, strict=True))
     wall = late + again * between + last + unhidden_s
-    busy = _busy(layout.of(busiest), plan.forwards)
+    together_s = layout.in_round * sum(times.busy_s[stage] for stage in layout.own[busiest])
+    share = played.busy_s[busiest] / together_s if together_s else 1.0
+    busy = _busy(layout.of(busiest), plan.forwards).times(share)
     inside = layout.rounds * played.busy_s[busiest] - busy.total
     waited = again * tails[busiest].round_s + tails[busiest].last_s + unhidden_s + late
     exposed = max(0.0, inside) + waited
     sent = plan.forwards * sum(stage.sent_s for stage in layout.of(busiest)) + waited
-    device, ranks = model.facts.cluster.device, model.facts.cluster.devices_per_node
+    device, ranks = cluster.device, cluster.devices_per_node
     estimate = assemble(
         model,
         plan,
         memory=memory,
         busy=busy,
-        update_s=max(optimizer_s(plan, each, device=device, ranks=ranks) for each in updates),
+        update_s=slowest_s(
+            [optimizer_s(plan, each, device=device, ranks=ranks) for each in updates], plan, cluster
+        ),
         exposed_s=exposed,
         overlapped_s=max(0.0, sent - exposed) if model.overlaps else 0.0,
         sent_s=sent,

@@ -114,6 +114,13 @@ def _machine_constants(decision: Decision) -> Iterator[Basis]:
             f" {sending.value:.2f} times",
             source=_sources(computing, sending),
         )
+    shared = cluster.shared_cores
+    if shared is not None:
+        where = "all nodes share cores" if shared.across_nodes else "ranks of a node share cores"
+        yield Basis(
+            what=f"{where}: one computes {shared.alone.value:.2f} times as fast while others wait",
+            source=_sources(shared.alone),
+        )
     yield from _offload(decision.plan, cluster)
 
 
@@ -382,11 +389,12 @@ def too_large_to_load(decision: Decision) -> Iterator[str]:
 
 
 def _crowded(cluster: ClusterProfile) -> Iterator[str]:
-    """Warn of more CPU ranks than cores, which estimates do not model."""
+    """Warn of more CPU ranks than cores, if no bench has seen them take turns."""
     ranks, cores = cluster.devices_per_node, cluster.cores
-    if cluster.device.kind == "cpu" and cores is not None and ranks > cores:
+    is_timed = cluster.shared_cores is not None
+    if cluster.device.kind == "cpu" and cores is not None and ranks > cores and not is_timed:
         yield (
             f"{ranks} ranks take turns on {cores} cores: each waits for the others' turns, which no"
-            f" estimate here counts, so a step may take longer than its range; at most {cores}"
-            f" rank{'s' if cores > 1 else ''} can be predicted"
+            f" estimate here counts, so a step may take longer than its range; measure it with"
+            f" `advise bench`, or start at most {cores} rank{'s' if cores > 1 else ''}"
         )

@@ -13,6 +13,7 @@ import numpy as np
 from advisor.cost.buffers import KEEPS_PARAMETERS
 from advisor.cost.memory import upper_end, workspace_bytes
 from advisor.cost.round_shares import RoundShares, round_shares
+from advisor.cost.shared_cores import speedup_alone
 from advisor.cost.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
 from advisor.search.columns import Columns, unique
 from advisor.search.space import KINDS, SCHEDULES, Floats, Integers
@@ -37,7 +38,11 @@ def staged_step_s(columns: Columns) -> Floats:
     forward = _overlapped(forward, every * gather, overlaps) + every * root
     backward = _overlapped(backward, every * gather, overlaps)
 
-    one_round = _round_s(columns, forward, backward, in_round)
+    # Ranks that share cores are faster while others wait, but their cores do all of the work.
+    alone = speedup_alone(columns.costs.facts.cluster)
+    working = in_round * (forward + backward) / pp
+    one_round = _round_s(columns, forward, backward, in_round) / alone
+    one_round = np.maximum(one_round, working)
     reduce, root_reduce = columns.reduce_s()
     between, root_between = columns.replicate_s()
     each_round = columns.reduces * (reduce + root_reduce)
@@ -48,7 +53,7 @@ def staged_step_s(columns: Columns) -> Floats:
         # The last backward may hide all but the all-reduces between replicas of shards.
         each_round, last = 0.0 * each_round, (between + root_between) * columns.is_sharded
     # A rank that is done early may reduce early; on average ranks do 1/p of all work.
-    working = in_round * (forward + backward) / pp
+    working = working / alone
     further = np.maximum(one_round, working + each_round / pp)
     wall = late + (rounds - 1) * further + np.maximum(one_round, working + last / pp)
     return np.asarray(wall + columns.optimizer_s() / pp)

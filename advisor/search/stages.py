@@ -16,6 +16,7 @@ import numpy as np
 from advisor.cost.buffers import shard_degree
 from advisor.cost.memory import room_bytes, workspace_bytes
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
+from advisor.cost.shared_cores import speedup_alone
 from advisor.cost.stage_memory import between_bytes, message_bytes
 from advisor.cost.staged import laid_out, peak_of_rank
 from advisor.inputs.policy import Policy
@@ -103,12 +104,15 @@ class StageSearch:
         if schedule not in SPLITS_BACKWARD:
             backward = accumulate(borders.backward_s, initial=0.0)
             before = [forward + back for forward, back in zip(before, backward, strict=True)]
-        slowest = 0.0
+        slowest = work = 0.0
         for rank in range(ranks):
             own = stages_of(schedule, rank, ranks=ranks, stages=stages)
             busy = sum(borders.forward_s[stage] + borders.backward_s[stage] for stage in own)
             slowest = max(slowest, before[own[0]] + in_round * busy)
-        return slowest * rounds
+            work += in_round * busy
+        # Ranks that share cores are faster while others wait, but their cores do all of the work.
+        alone = speedup_alone(self._costs.facts.cluster)
+        return max(slowest / alone, work / ranks) * rounds
 
     def _best_borders(self, space: Space, index: int) -> _BestBorders:
         stages = int(space.pp[index] * space.per_rank[index])

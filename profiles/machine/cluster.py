@@ -78,6 +78,20 @@ class Overlap(Record):
     communication: Quantity
 
 
+class SharedCores(Record):
+    """Ranks that take turns on cores: with fewer at work, each is faster.
+
+    Attributes:
+        alone: speed of one rank while all others wait, over its speed while all compute, which is
+            what the device's rates are of; 1 if each rank has cores of its own.
+        across_nodes: whether all nodes share the same cores, as emulated ones do; else those of a
+            node do.
+    """
+
+    alone: Quantity
+    across_nodes: bool = False
+
+
 class Link(Record):
     """A tier of links: what joins the devices of a node, or the nodes.
 
@@ -230,6 +244,7 @@ class ClusterProfile(Document):
         disk_free_bytes: what was free there then, of a node.
         axes: measured mesh axes, where a bench was run; the one that fits takes precedence.
         overlap: measured, where a bench was run.
+        shared_cores: measured, where a bench was run on processors; None if no cores are shared.
         learned: what runs of before have corrected.
         parts: the devices of one rank, where a module is split over several by hand; `device` and
             the counts are of ranks then.
@@ -255,6 +270,7 @@ class ClusterProfile(Document):
     disk_free_bytes: Quantity | None = None
     axes: tuple[AxisFits, ...] = ()
     overlap: Overlap | None = None
+    shared_cores: SharedCores | None = None
     learned: Learned | None = None
     parts: ClusterProfile | None = None
 

@@ -28,6 +28,11 @@ class OverlapTable(Record):
     communication: quantities.Factor
 
 
+class SharedCoresTable(Record):
+    alone: quantities.Factor
+    across_nodes: bool = False
+
+
 class LinkTable(Record):
     link: str | None = None
     name: str | None = None
@@ -82,4 +87,5 @@ class ClusterTable(Record):
     intra: LinkTable | None = None
     inter: LinkTable | None = None
     overlap: OverlapTable | None = None
+    shared_cores: SharedCoresTable | None = None
     axes: list[AxisTable] = Field(default_factory=list)

@@ -119,6 +119,13 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
         yield "[overlap]"
         yield f"computing = {_written(cluster.overlap.computing, float, ())}"
         yield f"communication = {_written(cluster.overlap.communication, float, ())}"
+    shared = cluster.shared_cores
+    if shared is not None:
+        yield ""
+        yield "# How many times faster a rank computes while the others that share its cores wait."
+        yield "[shared_cores]"
+        yield f"alone = {_written(shared.alone, float, ())}"
+        yield f"across_nodes = {str(shared.across_nodes).lower()}"
     for axis in cluster.axes:
         yield ""
         yield f"# Groups of {axis.group_size} ranks, {axis.stride} apart, all of them at once."

@@ -43,6 +43,7 @@ from profiles.machine.cluster import (
     AxisFits,
     ClusterProfile,
     Overlap,
+    SharedCores,
 )
 from profiles.machine.cluster_names import parts_of_name
 from profiles.machine.cluster_parts import at, bridge_of, device_of, fits_of, link_of
@@ -256,5 +257,8 @@ def _assemble(
             for index, axis in enumerate(table.axes)
         ),
         "overlap": Overlap.build(table.overlap.model_dump()) if table.overlap else None,
+        "shared_cores": SharedCores.build(table.shared_cores.model_dump())
+        if table.shared_cores
+        else None,
     }
     return ClusterProfile.build(values, where=where)

@@ -62,9 +62,9 @@ def _line(points: _Points, weights: Sequence[float]) -> tuple[float, float]:
     determinant = ones * squares - mixed * mixed
     latency = (left * squares - right * mixed) / determinant
     slope = (ones * right - mixed * left) / determinant
-    if slope <= 0:  # times that fall with size: noise; the largest message bounds the bandwidth
+    if slope <= 0:  # times that fall with size: noise hides the bytes, and is what messages take
         traffic, seconds = max(points)
-        return 0.0, seconds / traffic
+        return left / ones, seconds / traffic
     if latency < 0:
         # Times that grow faster than the size. The small messages still take what they take: the
         # line goes through the smallest, and near the others.

@@ -152,5 +152,6 @@ def _with_speeds(cluster: ClusterProfile, timed: ClusterProfile) -> ClusterProfi
             "inter": timed.inter,
             "axes": timed.axes,
             "overlap": timed.overlap,
+            "shared_cores": timed.shared_cores,
         }
     )

@@ -21,23 +21,25 @@ from profiles.torch_compat import all_gather_single, reduce_scatter_single
 from profiles.units import KIB, MIB
 
 TIMED = tuple(Collective)
-SMALLEST_BYTES = KIB
+SMALLEST_BYTES = 4 * KIB
 # Four-fold steps: two a decade are enough for a line through latency and bandwidth.
 STEP = 4
 # Timed whatever the budget: below it a slow machine's jitter hides the bandwidth.
-ALWAYS_BYTES = MIB
+ALWAYS_BYTES = 256 * KIB
 # A GPU's links are not full before some hundred MiB (nccl-tests' published curves).
 CPU_LARGEST_BYTES, GPU_LARGEST_BYTES = 64 * MIB, 1024 * MIB
 # A median needs three; more only where the budget allows.
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 # After a barrier the ranks wake up to a scheduler's tick apart, milliseconds where they share
 # cores. Calls in a row, as many as make this or this many, make that small beside them.
-IN_A_ROW_S, MOST_IN_A_ROW = 0.02, 16
+IN_A_ROW_S, FEWEST_IN_A_ROW, MOST_IN_A_ROW = 0.02, 2, 8
 # A link's rate is seen in messages that follow each other for this long.
 IN_A_STREAM_S, MOST_STREAMED = 1.0, 256
 # A step computes between its collectives. On processors that costs them: threads that send find
-# their core taken, and ranks come at different times. Some milliseconds, as between layers.
-COMPUTED_EDGE = 512
+# their core taken, and ranks come at different times. Milliseconds, as between layers.
+COMPUTED_EDGE = 384
+# Of the budget, for computing between messages that are timed whatever the budget.
+COMPUTED_SHARE = 0.4
 
 Tell = Callable[[str], None]
 """Called with what is being timed."""
@@ -107,8 +109,11 @@ def axis_times(
     if not axes:
         return {}
     largest = max(largest_bytes, ALWAYS_BYTES)
-    messages = _Messages(job, largest)
     began = time.perf_counter()
+    messages = _Messages(job, largest)
+    always = round(math.log(ALWAYS_BYTES / SMALLEST_BYTES, STEP)) + 1
+    rows = FEWEST_ROUNDS * always * len(TIMED) * len(axes)
+    messages.compute_for(COMPUTED_SHARE * budget_s / rows)
 
     def spent_s() -> float:
         return job.slowest([time.perf_counter() - began])[0]
@@ -124,6 +129,7 @@ def axis_times(
         for done in range(1, MOST_ROUNDS):
             if done >= FEWEST_ROUNDS and used_s + (used_s - first_s) / (done - 1) > budget_s:
                 break
+            messages.time_computing()
             for talk in talks:
                 tell(f"{talk.axis}, round {done + 1}")
                 for count in talk.sizes():
@@ -195,26 +201,45 @@ class _Messages:
         self._received = torch.zeros_like(self._sent)
         self._left = torch.ones(COMPUTED_EDGE, COMPUTED_EDGE)
         self._result = torch.empty_like(self._left)
+        self._most_in_a_row = MOST_IN_A_ROW
+        self._computed_s: list[float] = []
+
+    def compute_for(self, seconds: float) -> None:
+        """Limit the calls in a row to those with computing of `seconds` between them."""
+        self._compute()
+        self.time_computing()
+        if self._computed_s:
+            fitting = int(seconds / self._computed_s[-1])
+            self._most_in_a_row = max(FEWEST_IN_A_ROW, min(MOST_IN_A_ROW, fitting))
+
+    def time_computing(self) -> None:
+        """Note the seconds of what is computed between two messages, while all ranks compute."""
+        if self._job.device.type == "cpu":
+            self._computed_s.append(self._clocked(MOST_IN_A_ROW, self._compute))
 
     def time_once(self, kind: Collective, talk: Talk, count: int) -> None:
-        """Note the seconds of one message of `count` bytes, the mean of what ranks spend on it."""
+        """Note the seconds that one message of `count` bytes adds to computing."""
         call = self._call(kind, talk, count)
         # What the ranks know of one call, from smaller messages; the same on all.
         last_s = next((times[-1] for times in reversed(talk.seconds[kind].values())), 0.0)
         if count in talk.seconds[kind]:
             last_s = talk.seconds[kind][count][-1]
-        repeats = max(1, min(MOST_IN_A_ROW, math.ceil(IN_A_ROW_S / max(last_s, 1e-6))))
-        computed_s = 0.0
+        repeats = max(1, min(self._most_in_a_row, math.ceil(IN_A_ROW_S / max(last_s, 1e-6))))
+        added_s = self._clocked(repeats, call)
+        if self._computed_s:
+            both_s = self._clocked(repeats, self._compute, call)
+            added_s = max(added_s, both_s - statistics.median(self._computed_s))
+        talk.seconds[kind].setdefault(count, []).append(added_s)
+
+    def _clocked(self, repeats: int, *work: Callable[[], object]) -> float:
+        """Seconds of doing all of `work` once, of `repeats` in a row; the slowest rank's."""
         self._job.barrier()
         begin = time.perf_counter()
         for _ in range(repeats):
-            computed_s += self._compute()
-            call()
+            for each in work:
+                each()
         wait_for(self._job.device)
-        own_s = (time.perf_counter() - begin - computed_s) / repeats
-        # All end together; who computed longer waited less.
-        longest_s, shortest_s = self._job.slowest([own_s, -own_s])
-        talk.seconds[kind].setdefault(count, []).append((longest_s - shortest_s) / 2)
+        return self._job.slowest([time.perf_counter() - begin])[0] / repeats
 
     def streamed_bytes_per_s(self, talk: Talk) -> float:
         """Bus bandwidth of this rank's group in its largest all-reduces, several on their way.
@@ -237,13 +262,9 @@ class _Messages:
         took_s = self._job.slowest([time.perf_counter() - begin])[0]
         return Collective.ALL_REDUCE.bus_factor(talk.axis.size) * count * repeats / took_s
 
-    def _compute(self) -> float:
-        """Compute on a processor, as a step does between its collectives; the seconds of it."""
-        if self._job.device.type == "cuda":
-            return 0.0
-        begin = time.perf_counter()
+    def _compute(self) -> None:
+        """Compute on the processor, as a step does between its collectives."""
         torch.mm(self._left, self._left, out=self._result)
-        return time.perf_counter() - begin
 
     def _call(self, kind: Collective, talk: Talk, count: int) -> Callable[[], object]:
         """One collective whose whole tensor has `count` bytes."""

@@ -17,12 +17,13 @@ from profiles.machine.bench.device import timed_device
 from profiles.machine.bench.job import joined, require_group
 from profiles.machine.bench.links import network_link, node_link
 from profiles.machine.bench.nodes import of_all_nodes
+from profiles.machine.bench.shared_cores import shared_cores
 from profiles.machine.cluster import AxisFits, ClusterProfile
 
 BUDGET_S = 20.0
 # Time that a rank may be late before the others give up, beyond the budget.
 PATIENCE_S = 60.0
-DEVICE_SHARE, CONTENTION_SHARE = 0.2, 0.1
+DEVICE_SHARE, CORES_SHARE, CONTENTION_SHARE = 0.2, 0.05, 0.1
 
 
 def bench(
@@ -64,6 +65,8 @@ def bench(
         nodes, per_node = cluster.num_nodes, cluster.devices_per_node
         tell("matrix products and memory")
         device = timed_device(job, cluster.device, budget_s=budget_s * DEVICE_SHARE)
+        tell("ranks that compute alone")
+        shared = shared_cores(job, ranks_per_node=per_node, budget_s=budget_s * CORES_SHARE)
         tell("computing and communication at once")
         overlap = contention(job, budget_s=budget_s * CONTENTION_SHARE)
         if max_bytes is None:
@@ -79,6 +82,7 @@ def bench(
         update: dict[str, object] = {
             "device": device,
             "overlap": overlap,
+            "shared_cores": shared,
             "axes": tuple(
                 AxisFits(group_size=axis.size, stride=axis.stride, fits=timed.fits)
                 for axis, timed in sorted(times.items(), key=lambda item: item[0])

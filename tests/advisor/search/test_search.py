@@ -21,6 +21,7 @@ from advisor.search.search import Search
 from advisor.search.stages import StageSearch
 from engines.plan import Offload, OffloadTo, PartialPlan
 from profiles.closed_forms.families import profile_from_config
+from profiles.machine.cluster import SharedCores
 from profiles.model.profile import ModelProfile, Numerics
 from tests.factories import chain, cpus, exact, facts, gpus, transformer
 
@@ -84,6 +85,10 @@ def hybrids(draw: st.DrawFn) -> Facts:
         intra_bytes_per_s=intra,
         inter_bytes_per_s=inter,
     )
+    if draw(st.booleans()):
+        alone, everywhere = draw(st.floats(1.2, 2.5)), draw(st.booleans())
+        shared = SharedCores(alone=exact(alone), across_nodes=everywhere)
+        cluster = cluster.model_copy(update={"shared_cores": shared})
     return facts(model, cluster, batch=nodes * devices * local)
 
 

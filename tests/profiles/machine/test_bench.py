@@ -56,8 +56,13 @@ def test_noise_and_two_disturbed_sizes_move_the_line_little() -> None:
 
 def test_times_that_fall_with_size_still_give_a_bandwidth() -> None:
     fitted = fit([(1024.0, 2e-3), (4096.0, 1.5e-3), (16384.0, 1e-3)])
-    assert fitted.latency_s == 0
-    assert fitted.busbw_bytes_per_s == pytest.approx(16384 / 1e-3)
+    assert fitted.busbw_bytes_per_s == pytest.approx(16384 / 1e-3)  # the largest message's
+
+
+def test_times_that_fall_with_size_are_the_latency() -> None:
+    """Ranks that share cores come milliseconds apart, whatever they send."""
+    assert fit([(1024.0, 2e-3), (4096.0, 2e-3), (16384.0, 2e-3)]).latency_s == pytest.approx(2e-3)
+    assert 1e-3 < fit([(1024.0, 2e-3), (4096.0, 1.5e-3), (16384.0, 1e-3)]).latency_s < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -319,6 +324,15 @@ def test_mutual_slowdown_of_computing_and_communication_is_reported_as_factors(r
 
 
 @pytest.mark.timed
+@pytest.mark.skipif((os.cpu_count() or 1) != 2, reason="four ranks do not take turns on two cores")
+def test_a_rank_is_twice_as_fast_while_those_that_share_its_core_wait(ran: Path) -> None:
+    shared = loaded(ran, "0").shared_cores
+    assert shared is not None
+    assert 1.6 < shared.alone.value < 2.4
+    assert shared.across_nodes
+
+
+@pytest.mark.timed
 @pytest.mark.skipif((os.cpu_count() or 1) > 4, reason="four ranks have a core each")
 def test_computing_and_communication_slow_each_other_on_shared_cores(ran: Path) -> None:
     overlap = loaded(ran, "0").overlap
@@ -328,8 +342,8 @@ def test_computing_and_communication_slow_each_other_on_shared_cores(ran: Path) 
 
 def test_progress_names_what_is_timed(ran: Path) -> None:
     lines = (ran / "lines0.txt").read_text()
-    assert lines.startswith("matrix products and memory\ncomputing and communication at once\n")
-    assert "groups of 2 ranks, 2 apart, 1 KiB" in lines
+    assert lines.startswith("matrix products and memory\nranks that compute alone\n")
+    assert "groups of 2 ranks, 2 apart, 4 KiB" in lines
     assert "groups of 4 ranks, round 3" in lines
 
 

@@ -15,6 +15,7 @@ from profiles.machine.cluster import (
     Link,
     LinkFit,
     Overlap,
+    SharedCores,
 )
 from profiles.machine.clusters import load_cluster, to_toml
 from profiles.provenance import Quantity, Source
@@ -96,6 +97,7 @@ clusters = st.builds(
         max_size=3,
     ).map(tuple),
     overlap=st.none() | st.builds(Overlap, computing=factors, communication=factors),
+    shared_cores=st.none() | st.builds(SharedCores, alone=factors, across_nodes=st.booleans()),
 )
 
 
