@@ -62,7 +62,7 @@ class Calibration(Record):
         collectives: rate of collectives inside a step, as a share of their best.
         pcie: the same inside a node without NVLink, where devices share the bus.
         shared_cards: the same between nodes whose devices share network cards.
-        launch: host time of a launch inside a step, over that in an empty loop.
+        launch: host time of a launch inside a step, over the cluster profile's.
         context_bytes: of a process, in addition to the cluster profile's.
         slack: bytes that the allocator reserves in addition to allocated ones, as a share of them.
     """

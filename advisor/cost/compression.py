@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from advisor.cost.compute import matmul_fraction, peak_flop_per_s
+from advisor.cost.rates import matmul_fraction, operation_s, peak_flop_per_s
 from engines.plan import Compression, Plan
 from profiles.machine.cluster import Device
 from profiles.model.profile import UnitProfile
@@ -74,6 +74,6 @@ def sent(
         operations += shape.count * (PRODUCTS + A_COLUMN * rank)
     reached = peak_flop_per_s(device, "float32").value * matmul_fraction(device)
     work_s = POWERSGD_MOVES * gradient_bytes / moves_per_s + flop / reached
-    work_s += operations * device.launch_s.value
+    work_s += operations * operation_s(device)
     sums = tuple(size for size in (gradient_bytes - spared, left, right) if size)
     return Sent(sums, work_s, residual_bytes=gradient_bytes)

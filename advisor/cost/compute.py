@@ -9,6 +9,7 @@ from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.loads import Loads, ends_of
 from advisor.cost.rates import DeviceRates as Rates
 from advisor.cost.rates import matmul_fraction as matmul_fraction
+from advisor.cost.rates import operation_s
 from advisor.cost.rates import peak_flop_per_s as peak_flop_per_s
 from advisor.cost.rates import product_efficiency as product_efficiency
 from advisor.cost.rates import size_efficiency as size_efficiency
@@ -114,12 +115,13 @@ def added_s(
         devices: number of devices whose backwards the process launches; one accumulates gradients.
     """
     bandwidth, launch_s = CALIBRATION.bandwidth_bytes_per_s(device), device.launch_s.value
+    adding_s = operation_s(device)  # the node of autograd runs in any case
     moving = launching = 0.0
     for unit, time in zip(loads.entries, times, strict=True):
         if not unit.gradient_bytes:
             continue
         busy = 3 * share * unit.gradient_bytes / bandwidth
-        waiting = unit.tensors * launch_s
+        waiting = unit.tensors * adding_s
         if device.kind != "cpu":
             # Launches run ahead of the device: additional ones cost what it does not hide,
             # additional work what they do not hide.

@@ -34,6 +34,10 @@ NARROW_SHARE, NARROW_SHARE_OF_BLACKWELL = 0.9, 0.97
 _BLACKWELL = ("B100", "B200", "B300", "GB")
 # Of each element of an operand that is cast to 8 bits: two bytes read, one written, one transposed.
 NARROW_BYTES = 4
+# Host time of an operation by itself on a processor, over that of a kernel of a step, which also
+# has a module's call, a node of autograd and its backward: 3 us of 14 (torch 2.13; `add_` in a
+# loop, the operations of PowerSGD's hook).
+PLAIN_OPERATION = 0.2
 
 
 def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
@@ -83,6 +87,11 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
         if flop < large:
             return low + (high - low) * log(flop / small) / log(large / small)
     return points[-1][1]
+
+
+def operation_s(device: Device) -> float:
+    """Host seconds of an operation outside modules and autograd, as in hooks."""
+    return device.launch_s.value * (PLAIN_OPERATION if device.kind == "cpu" else 1.0)
 
 
 @dataclass(frozen=True, slots=True)

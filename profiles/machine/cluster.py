@@ -136,7 +136,7 @@ class Device(Record):
         memory_bandwidth_bytes_per_s: what large streaming operations reach, reads and writes.
         flop_per_s: dense peak by dtype ("float32", "bfloat16", ...).
         matmul_fraction: share of the peak that large matrix products reach.
-        launch_s: time below which no operation goes.
+        launch_s: what a kernel of a training step costs the host, with its module and autograd.
         context_bytes: taken by runtime, libraries and process group before the first tensor.
         matmul_efficiency: by edge n, what an n x n x n product reaches as a share of what large
             ones do; where a bench was run.

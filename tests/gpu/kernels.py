@@ -197,7 +197,7 @@ def _memory(setting: Setting) -> Iterator[Row]:
         Unit.SECONDS,
         launch_time(setting.device, seconds=0.01 if setting.is_small else 0.3),
         lambda device: device.launch_s.value,
-        "one of 200 small operations in a row",
+        "a kernel of a small step, forward and backward",
     )
 
 

@@ -10,11 +10,11 @@ from math import ceil
 import torch
 
 from profiles.machine.bench.job import Job
+from profiles.machine.bench.small_step import KERNELS, small_step
 from profiles.machine.cluster import Device
 from profiles.provenance import Quantity, Source, Timing
 from profiles.units import MIB
 
-LAUNCHES = 200  # small operations timed in a row: a clock reads no finer
 # Ranks that share a core take turns of a few milliseconds. A sample that is shorter than a turn is
 # run in a turn of its own or stopped by another's, and a median never sees the stops; one of ten
 # turns sees what a step will see. Measured, 4 ranks on 2 cores: of small operations that took
@@ -84,19 +84,13 @@ def _copy_bytes(device: torch.device) -> int:
 
 
 def launch_time(device: torch.device, *, seconds: float = 0.15) -> float:
-    """Seconds of one small operation among many: what launching costs."""
-    return launch_timing(device, seconds=seconds).median_s / LAUNCHES
+    """Seconds that the host takes for a kernel of a step, forward and backward."""
+    return launch_timing(device, seconds=seconds).median_s / KERNELS
 
 
 def launch_timing(device: torch.device, *, seconds: float = 0.15) -> Timing:
-    """Seconds of `LAUNCHES` small operations in a row."""
-    tensor = torch.zeros(16, device=device)
-
-    def many() -> None:
-        for _ in range(LAUNCHES):
-            tensor.add_(1)
-
-    return _timing(many, device, seconds)
+    """Seconds of the `KERNELS` kernels of a small step; a GPU is waited for after many steps."""
+    return _timing(small_step(device), device, seconds)
 
 
 def wait_for(device: torch.device) -> None:
@@ -179,7 +173,7 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     }
     update: dict[str, object] = {
         "memory_bandwidth_bytes_per_s": measured(2 * _copy_bytes(here) / medians[2], errors[2]),
-        "launch_s": measured(medians[3] / LAUNCHES, errors[3]),
+        "launch_s": measured(medians[3] / KERNELS, errors[3]),
         "matmul_efficiency": {**efficiency, large: measured(1.0, 0.0)},
     }
     if here.type == "cuda":

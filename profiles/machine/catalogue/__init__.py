@@ -54,9 +54,9 @@ CONTEXT_OVER_PCIE = Quantity(
     relative_error=0.45,
     origin="CUDA context 0.47-0.92 GiB, NCCL with few channels",
 )
-# A small eager operation on a processor: dispatch and allocation, a few microseconds.
+# A kernel of an eager step on a processor, with its module's call and its node of autograd.
 CPU_LAUNCH = Quantity(
-    value=5e-6, source=Source.ASSUMED, relative_error=0.8, origin="eager dispatch and allocation"
+    value=15e-6, source=Source.ASSUMED, relative_error=0.6, origin="eager dispatch and autograd"
 )
 # The interpreter and torch: 0.3 to 0.4 GiB of a small training process (measured, torch 2.13).
 CPU_CONTEXT = Quantity(

@@ -35,7 +35,8 @@ def test_computing_is_flop_over_reached_rate_plus_bytes_over_bandwidth() -> None
     # Two of three microbatches find gradients: both are read, their sum is written.
     added = 2 * 3 * 4_000_000 * 4
     assert cost.time.compute_s == pytest.approx(flop / 40e9 + (moved + added) / 10e9)
-    assert cost.time.launch_s == pytest.approx((3 * 4 * 3 + 2 * 4) * 5e-6)
+    # An addition by itself is a fifth of a kernel with its module's call and its node.
+    assert cost.time.launch_s == pytest.approx((3 * 4 * 3 + 2 * 4 / 5) * 5e-6)
     assert cost.time.exposed_s == pytest.approx(0, abs=1e-12)
     # AdamW in passes that each read and write: 84 bytes per element
     # (tests/engines/state/test_optimizer_footprint).

@@ -16,15 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from profiles.capture.capture import capture
 from profiles.errors import InputError
 from profiles.machine.bench import bench, copy_rate, matmul_rate
 from profiles.machine.bench import device as device_bench
 from profiles.machine.bench.axes import MOST_GROUPS, BenchAxis, mesh_axes
 from profiles.machine.bench.cache import keep, recall
+from profiles.machine.bench.small_step import KERNELS, SmallModel, small_input, small_step
 from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.machine.launcher import Launcher
 from profiles.machine.link_fit import fit
 from profiles.machine.probe import probe
+from profiles.model.profile import Numerics
 from profiles.provenance import Source
 from profiles.units import KIB, MIB
 
@@ -157,6 +160,22 @@ def test_rates_are_those_of_an_independent_count() -> None:
         times.append(time.perf_counter() - begin)
     by_hand = 2 * 64 * MIB / min(times)
     assert 0.2 * by_hand < copy_rate(torch.device("cpu")) < 1.5 * by_hand
+
+
+def test_a_launch_is_timed_over_the_kernels_that_a_profile_counts() -> None:
+    """Seconds of a step over a count, and later that count times the seconds, is the step."""
+    profile = capture(SmallModel(), small_input(), every_block=True)
+    costs = [unit.cost(Numerics.AS_BUILT) for unit in profile.units]
+    assert sum(cost.forward_kernels + cost.backward_kernels for cost in costs) == KERNELS
+
+
+def test_timing_a_launch_leaves_the_draws_of_a_training_as_they_are() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    with torch.no_grad():  # whatever the caller does
+        small_step(torch.device("cpu"))()
+    assert torch.equal(torch.rand(2), expected)
 
 
 def test_without_a_process_group_the_bench_says_how_to_start(
