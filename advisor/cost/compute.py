@@ -25,6 +25,11 @@ from profiles.workload.stack import TORCH, Selective, Stack
 # Error of a roofline over unfused operations, in addition to its inputs' errors. Assumed until our
 # own runs bound it: the size of the error of published matmul rates.
 COMPUTE_ERROR = 0.15
+# Python code in torch.utils.checkpoint without reentrance (2.13), in launches. A kernel of the
+# backward reads one saved tensor, which hooks pack and unpack, and pack again where the forward is
+# repeated: 20 to 28 us beside launches of 14. Selective recompute sees every operator in a mode,
+# twice, views too, which are nearly two for a kernel: 45 to 90 us a kernel.
+HOOKS, MODES = 2, 5
 # Blocks timed alone differ from a step: their weights stay cached, and no gradients are passed on.
 # Three small GPTs on a shared CPU, forward and backward alternating with their blocks: medians of
 # 1.02, 1.07 and 1.13 of the sum.
@@ -279,6 +284,13 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
         kernels = unit.forward_kernels if forward else unit.backward_kernels
         return busy, launching(busy, kernels)
 
+    def repeated(busy: float) -> tuple[float, float]:
+        """Seconds of a forward again; the host's work hides behind the whole backward too."""
+        kernels: float = unit.forward_kernels + unit.backward_kernels
+        kernels += checkpoint_launches(unit, recompute, stack)
+        behind = launching(backward[0] + busy, kernels) - backward[1]
+        return busy, max(behind, launching(busy, unit.forward_kernels))
+
     forward, backward = seconds(forward=True), seconds(forward=False)
     again = (0.0, 0.0)
     if unit.is_block and recompute is Recompute.FULL:
@@ -286,7 +298,7 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
         if not stack.recomputes_whole:
             last = [each for each in unit.work.products if not each.is_recomputed]
             spared = (rates.product_s(p, p.forward_flop, p.forward_bytes) for p in last)
-            again = max(0.0, forward[0] - sum(spared)), forward[1]
+            again = repeated(max(0.0, forward[0] - sum(spared)))
     elif unit.is_block and recompute is Recompute.SELECTIVE:
         if stack.selective is Selective.CORE:
             core = sum(
@@ -300,8 +312,7 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
             again = (min(core, forward[0]), 0.0)
         else:
             _, charged = multiplying(forward=True)
-            busy = max(0.0, unit.forward_moved_bytes - charged) / rates.bandwidth
-            again = busy, launching(busy, unit.forward_kernels)
+            again = repeated(max(0.0, unit.forward_moved_bytes - charged) / rates.bandwidth)
     return UnitTime(
         forward_s=forward[0],
         backward_s=backward[0],
@@ -315,6 +326,14 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
 
 # Scores, and values weighed by them.
 _PRODUCTS_OF_ATTENTION = 2
+
+
+def checkpoint_launches(unit: UnitLoad, recompute: Recompute, stack: Stack) -> float:
+    """Host work of torch.utils.checkpoint beside the kernels it repeats, in launches."""
+    if stack.compiled or stack.recomputes_whole:
+        return 0.0
+    launches = HOOKS * unit.backward_kernels
+    return launches + MODES * unit.forward_kernels * (recompute is Recompute.SELECTIVE)
 
 
 def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> float:

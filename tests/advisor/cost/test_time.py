@@ -16,6 +16,7 @@ from engines.plan import PartialPlan, Plan
 from profiles.errors import PlanError
 from profiles.machine.cluster import AxisFits, Collective, LinkFit, Overlap
 from profiles.provenance import Quantity, Source
+from profiles.workload.stack import TORCH, Stack
 from tests.factories import chain, cpus, facts, gpus, transformer
 
 COUNTS = 3 * 8
@@ -356,6 +357,28 @@ def test_full_recompute_runs_the_blocks_forward_again() -> None:
     cost = on_cpus("microbatch_size=1 recompute=full", ranks=1, batch=1)
     # Forward is a third of forward and backward, in FLOP and in bytes here.
     assert cost.time.recompute_s == pytest.approx(cost.time.compute_s / 3)
+
+
+@pytest.mark.parametrize(
+    ("stack", "kernels"),
+    [
+        # A forward and two backward; one again; hooks in Python, two for a kernel of the backward.
+        (TORCH, {"none": 3, "full": 3 + 1 + 2 * 2, "selective": 3 + 1 + 2 * 2 + 5}),
+        (TORCH.model_copy(update={"recomputes_whole": True}), {"none": 3, "full": 3 + 1}),
+    ],
+)
+def test_recompute_costs_a_processor_its_hooks(stack: Stack, kernels: dict[str, int]) -> None:
+    for recompute, launched in kernels.items():
+        plan = Plan.parse(f"microbatch_size=1 recompute={recompute}")
+        known = facts(chain(), cpus(1), batch=1, precision="fp32", stack=stack)
+        assert estimate(plan, known).time.launch_s == pytest.approx(4 * launched * 5e-6)
+
+
+def test_an_accelerator_that_is_busy_hides_the_hooks_of_recompute() -> None:
+    known = facts(transformer(), gpus(1, 8), batch=8)
+    for recompute in ("none", "full", "selective"):
+        plan = Plan.parse(f"dp_shard=8 microbatch_size=1 recompute={recompute}")
+        assert estimate(plan, known).time.launch_s == 0
 
 
 def test_a_plan_without_a_microbatch_size_is_refused() -> None:
