@@ -372,16 +372,7 @@ class _Tail:
         settle_s += model.partial_s(plan, units, ledger)
         settle_s += model.whole_s(plan, units, ledger)
         settle_s += model.experts_s(plan, units, ledger)
-        for tie in layout.ties:
-            if rank in tie.ranks:
-                settle_s += summed_s(
-                    ledger,
-                    "gradients of tied parameters",
-                    gradient_bytes=tie.unit.gradient_bytes / shard_degree(plan),
-                    tensors=1,
-                    group_size=len(tie.ranks),
-                    stride=tie_stride(tie.ranks, plan),
-                )
+        settle_s += tied_s(plan, layout.ties, rank, ledger)
         if model.stack.states is not None and model.stack.overlap_gradients:
             # Buckets overlap with the last microbatch's backward.
             hidden = sum(stage.backward_s for stage in stages)
@@ -389,6 +380,22 @@ class _Tail:
             reduce_s, settle_s = max(0.0, reduce_s - hidden), max(0.0, settle_s - left)
         once = kind is DataParallel.ZERO1
         return cls(round_s=0.0 if once else reduce_s, last_s=reduce_s + replicate_s + settle_s)
+
+
+def tied_s(plan: Plan, ties: Sequence[TiedParameter], rank: int, ledger: Ledger) -> float:
+    """Seconds per step in which a rank sums the gradients of parameters that other stages share."""
+    return sum(
+        summed_s(
+            ledger,
+            "gradients of tied parameters",
+            gradient_bytes=tie.unit.gradient_bytes / shard_degree(plan),
+            tensors=1,
+            group_size=len(tie.ranks),
+            stride=tie_stride(tie.ranks, plan),
+        )
+        for tie in ties
+        if rank in tie.ranks
+    )
 
 
 def _busy(stages: Sequence[StageCost], forwards: int) -> Busy:

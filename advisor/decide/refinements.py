@@ -216,17 +216,37 @@ def compare_hybrids(deciding: Deciding) -> None:
         return
     hybrids = []
     for search in deciding.searches:
-        kinds = [(p, r) for p, r in search.kinds() if is_hybrid(p) and in_leaf(p, trace)]
-        rows = np.concatenate([r for _, r in kinds]) if kinds else search.rows[:0]
+        of_leaf = search.where(lambda plan: is_hybrid(plan) and in_leaf(plan, trace))
+        rows = np.flatnonzero(of_leaf)
         if len(rows) > _FEW_ROWS:
-            usual = [r for p, r in kinds if p.data_parallel in _USUAL_OF_HYBRIDS]
-            rows = np.concatenate(usual) if usual else rows
+            usual = search.where(lambda plan: plan.data_parallel in _USUAL_OF_HYBRIDS)
+            rows = np.flatnonzero(of_leaf & usual) if (of_leaf & usual).any() else rows
             rows = search.with_schedule(rows, Schedule.ONE_F_ONE_B)
         best = search.strongest(rows)
         hybrids += [best] if best is not None else []
     if hybrids:
         best = best_of(hybrids, deciding.policy.by_numbers)
         deciding.open_kinds -= {kind(best.plan)}
+
+
+def look_outside_leaf(deciding: Deciding) -> None:
+    """Find the fastest plan that the tree passes over, if it beats the winner by more than a tie.
+
+    Other kinds may stay open in the comparison; this one is a plan that must not be missed.
+    """
+    winner, trace = deciding.winner, deciding.trace
+    if winner is None or not deciding.compares or not deciding.follows_tree:
+        return
+    # A plan that beats the winner takes less than this.
+    below_s = winner.estimate.step_s / (1 + deciding.policy.simplicity_margin)
+    fastest = None
+    for search in deciding.searches:
+        outside = np.flatnonzero(~search.where(lambda plan: in_leaf(plan, trace)))
+        faster = search.fastest(outside, below_s=below_s)
+        if faster is not None:
+            fastest, below_s = faster, faster.estimate.step_s
+    if fastest is not None:
+        deciding.open_kinds -= {kind(fastest.plan)}
 
 
 def choose_gradient_comm(deciding: Deciding) -> None:
@@ -275,6 +295,7 @@ REFINEMENTS: tuple[Refinement, ...] = (
     compare_hybrids,
     choose_gradient_comm,
     choose_updates,
+    look_outside_leaf,
 )
 
 
@@ -314,8 +335,7 @@ def _preferred_of(pool: Sequence[tuple[Search, Rows]], policy: Policy) -> _Taken
 
 
 def _rows_in_leaf(search: Search, trace: TreeTrace) -> Rows:
-    of_leaf = [rows for plan, rows in search.kinds() if in_leaf(plan, trace)]
-    return np.concatenate(of_leaf) if of_leaf else search.rows[:0]
+    return np.flatnonzero(search.where(lambda plan: in_leaf(plan, trace)))
 
 
 def _best_is_known(search: Search, rows: Rows, *, is_shown: bool, is_own: bool) -> bool:

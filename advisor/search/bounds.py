@@ -7,7 +7,7 @@ on columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from advisor.inputs.policy import Policy
 from advisor.search.cache import SearchCache
 from advisor.search.columns import Columns, Microbatches
 from advisor.search.space import Floats, Space
-from advisor.search.staged import staged_peak_bytes, staged_step_s
+from advisor.search.staged import staged_peak_bytes, staged_time
 from advisor.search.whole import moved_s, whole_time
 from advisor.search.whole_peak import whole_peak_bytes
 from engines.plan import Offload
@@ -34,10 +34,13 @@ class Bounds:
     Attributes:
         step_s: of the step.
         peak_high_bytes: of the upper end of the peak.
+        settling_s, besides_s: as `StagedTime`'s, with the host's overhead; zeros without stages.
     """
 
     step_s: Floats
     peak_high_bytes: Floats
+    settling_s: Floats
+    besides_s: Floats
 
 
 def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
@@ -47,7 +50,7 @@ def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
     device, overhead_s = facts.cluster.device, facts.workload.host_overhead_s
     usable = policy.usable_bytes(device)
     microbatches = Microbatches(space, cache)
-    bounds = Bounds(np.zeros(count), np.zeros(count))
+    bounds = Bounds(*(np.zeros(count) for _ in fields(Bounds)))
     for is_whole in (True, False):
         rows = np.flatnonzero((space.pp == 1) == is_whole)
         if not len(rows):
@@ -62,7 +65,10 @@ def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
             continue
         columns = Columns(space.part(rows), microbatches)
         if not is_whole:
-            bounds.step_s[rows] = staged_step_s(columns) + overhead_s
+            staged = staged_time(columns)
+            bounds.step_s[rows] = staged.step_s + overhead_s
+            bounds.settling_s[rows] = staged.settling_s
+            bounds.besides_s[rows] = staged.besides_s + overhead_s
             continue
         time = whole_time(columns)
         bounds.step_s[rows] = sum(getattr(time, name) for name in _PARTS) + overhead_s

@@ -111,6 +111,19 @@ class Search:
         groups = (np.flatnonzero(group == number) for number in range(different.shape[1]))
         return [(space.plan(int(rows[0])), rows) for rows in groups]
 
+    def where(self, is_wanted: Callable[[Plan], bool]) -> NDArray[np.bool_]:
+        """Mask of rows by a question about a plan's axes, data-parallel kind, and reach of shards.
+
+        It is asked of one plan, without stages, for all rows that are alike in these.
+        """
+        space = self.space
+        reach = space.dp_shard * space.cp * space.tp
+        keys = np.stack([space.pp > 1, space.tp > 1, space.cp > 1, space.kind, reach])
+        different, group = unique(keys)
+        some = np.zeros(different.shape[1], dtype=np.int64)
+        some[group] = self.rows
+        return np.array([is_wanted(space.plan(int(row))) for row in some], dtype=bool)[group]
+
     def with_other_degrees(self, rows: Rows, plan: Plan) -> Rows:
         """Select `rows` with other degrees or another kind than `plan`."""
         space = self.space
@@ -147,9 +160,10 @@ class Search:
         """Lower bound of the step over `rows` that may fit."""
         return float(self.bounds.step_s[self._may_fit(rows)].min(initial=np.inf))
 
-    def fastest(self, rows: Rows) -> Candidate | None:
-        """Fastest of `rows` that fits; on equal times the simpler one."""
-        return self._least(self._may_fit(rows), self.bounds.step_s, fastest_first)
+    def fastest(self, rows: Rows, *, below_s: float = np.inf) -> Candidate | None:
+        """Fastest of `rows` that fits, if it takes less than `below_s`; on equal times the simpler
+        one."""
+        return self._least(self._may_fit(rows), self.bounds.step_s, fastest_first, below=below_s)
 
     def smallest(self, rows: Rows) -> Candidate | None:
         """Smallest of `rows` that fits."""
@@ -185,12 +199,17 @@ class Search:
 
     def with_borders(self, index: int) -> tuple[float, float]:
         """Lower bounds of a row's seconds and bytes with its borders, reduced for rounding."""
-        step_s = self._stages.least_step_s(self.space, index)
         nbytes = self._stages.least_peak_bytes(self.space, index)
         return (
-            max(step_s, float(self.bounds.step_s[index])) * (1 - ROUNDING),
+            self._with_borders_s(index) * (1 - ROUNDING),
             max(nbytes, float(self.bounds.peak_high_bytes[index])) * (1 - ROUNDING),
         )
+
+    def _with_borders_s(self, index: int) -> float:
+        """Lower bound of a row's step with its borders."""
+        wall_s, ended_s = self._stages.least_rounds_s(self.space, index)
+        rounds_s = max(wall_s, ended_s + float(self.bounds.settling_s[index]))
+        return max(float(self.bounds.step_s[index]), rounds_s + float(self.bounds.besides_s[index]))
 
     def _may_fit(self, rows: Rows) -> Rows:
         return np.asarray(rows[self._missing[rows] == 0])
@@ -234,7 +253,7 @@ class Search:
                 break
             index = int(shown[place])
             if bounds is self.bounds.step_s:
-                bound = max(bound, self._stages.least_step_s(self.space, index))
+                bound = self._with_borders_s(index)
             elif bounds is self._missing and self._cannot_fit(index):
                 bound = max(bound, float(self._missing[index]))
             heappush(waiting, (bound, place, index))
@@ -261,7 +280,7 @@ class Search:
             for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
                 if self.bounds.step_s[index] * (1 - ROUNDING) > least_s:
                     break
-                step_s = self._stages.least_step_s(self.space, int(index))
+                step_s = self._with_borders_s(int(index))
                 if step_s * (1 - ROUNDING) > least_s or self._cannot_fit(int(index)):
                     continue
                 candidate = self.candidate(int(index))

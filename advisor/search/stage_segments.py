@@ -53,6 +53,11 @@ class StageSegments:
     def seconds(self) -> Floats:
         return self.forward_s + self.backward_s
 
+    @property
+    def sent_bytes(self) -> Floats:
+        """Bytes of the larger of activations and gradients over each border."""
+        return np.maximum(self.border_activations, self.border_gradients)
+
     def resident_bytes(self, plan: Plan, device: Device, *, state_bytes: float) -> Floats:
         """Bytes of each segment that a rank of `plan` holds throughout a round.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from advisor.cost.buffers import KEEPS_PARAMETERS
 from advisor.cost.memory import upper_end, workspace_bytes
+from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD
 from advisor.cost.round_shares import RoundShares, round_shares
 from advisor.cost.shared_cores import speedup_alone
 from advisor.cost.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
@@ -22,9 +23,25 @@ from engines.plan import Plan, Schedule
 _NAIVE = SCHEDULES.index(Schedule.NAIVE)
 _GPIPE = SCHEDULES.index(Schedule.GPIPE)
 _ONE_F_ONE_B = SCHEDULES.index(Schedule.ONE_F_ONE_B)
+_ZBV = SCHEDULES.index(Schedule.ZBV)
+_ONE_STAGE = [SCHEDULES.index(schedule) for schedule in ONE_STAGE]
+_SPLITS = [SCHEDULES.index(schedule) for schedule in SPLITS_BACKWARD]
 
 
-def staged_step_s(columns: Columns) -> Floats:
+class StagedTime(NamedTuple):
+    """Lower bounds of a step, and of what borders between stages do not change.
+
+    Attributes:
+        settling_s: of the average rank's reductions, after a round and after the last.
+        besides_s: of late gathers and the update, which all ranks wait for.
+    """
+
+    step_s: Floats
+    settling_s: Floats
+    besides_s: Floats
+
+
+def staged_time(columns: Columns) -> StagedTime:
     """Seconds of the pipeline's rounds, of reductions after each, and of the update."""
     space, overlaps = columns.space, columns.costs.overlaps
     pp, is_naive = space.pp, space.schedule == _NAIVE
@@ -38,11 +55,12 @@ def staged_step_s(columns: Columns) -> Floats:
     forward = _overlapped(forward, every * gather, overlaps) + every * root
     backward = _overlapped(backward, every * gather, overlaps)
 
-    # Ranks that share cores are faster while others wait, but their cores do all of the work.
+    one_round, working = _round_s(columns, forward, backward, in_round)
     alone = speedup_alone(columns.costs.facts.cluster)
-    working = in_round * (forward + backward) / pp
-    one_round = _round_s(columns, forward, backward, in_round) / alone
-    one_round = np.maximum(one_round, working)
+    if alone > 1:
+        # A rank is faster while those that share its cores wait, but the cores do all of the work.
+        working = working / alone
+        one_round = np.maximum(one_round / alone, in_round * (forward + backward) / pp)
     reduce, root_reduce = columns.reduce_s()
     between, root_between = columns.replicate_s()
     each_round = columns.reduces * (reduce + root_reduce)
@@ -52,29 +70,45 @@ def staged_step_s(columns: Columns) -> Floats:
     if columns.costs.stack.states is not None and columns.costs.stack.overlap_gradients:
         # The last backward may hide all but the all-reduces between replicas of shards.
         each_round, last = 0.0 * each_round, (between + root_between) * columns.is_sharded
-    # A rank that is done early may reduce early; on average ranks do 1/p of all work.
-    working = working / alone
+    # A rank that is done early may reduce early: on average ranks have 1/p of the reductions.
     further = np.maximum(one_round, working + each_round / pp)
-    wall = late + (rounds - 1) * further + np.maximum(one_round, working + last / pp)
-    return np.asarray(wall + columns.optimizer_s() / pp)
+    wall = (rounds - 1) * further + np.maximum(one_round, working + last / pp)
+    besides = late + columns.optimizer_s() / pp
+    return StagedTime(wall + besides, ((rounds - 1) * each_round + last) / pp, besides)
 
 
 def _overlapped(computing: Floats, sent: Floats, overlaps: bool) -> Floats:
     return np.maximum(computing, sent) if overlaps else computing + sent
 
 
-def _round_s(columns: Columns, forward: Floats, backward: Floats, microbatches: Integers) -> Floats:
-    """Seconds of one round, by schedule; `forward` and `backward` are of the whole model."""
+def _round_s(
+    columns: Columns, forward: Floats, backward: Floats, microbatches: Integers
+) -> tuple[Floats, Floats]:
+    """Seconds of one round, by schedule, and until the average rank is done.
+
+    `forward` and `backward` are of the whole model.
+    """
     space = columns.space
     pp, schedule = space.pp, space.schedule
+    is_one_each, splits = np.isin(schedule, _ONE_STAGE), np.isin(schedule, _SPLITS)
     least = columns.send_s(lambda g: g.least_sent_bytes)
     most = columns.send_s(lambda g: g.most_sent_bytes)
-    through = forward + backward
-    sends = 2 * (pp - 1) * least
+    borders = pp * space.per_rank - 1 - (schedule == _ZBV)
+    sends = 2 * borders * least
+    # Where ranks are idle while they receive, transfers are as good as work.
+    waits = is_one_each | (not columns.costs.overlaps)
+    through, passed = forward + backward, forward + backward + waits * sends
     blocks = -(-columns.of(lambda g: g.blocks) // pp)
-    slowest_forward = np.maximum(forward / pp, blocks * columns.of(lambda g: g.block_s[0]))
-    slowest_backward = np.maximum(backward / pp, blocks * columns.of(lambda g: g.block_s[1]))
-    slowest = np.maximum(through / pp, blocks * columns.of(lambda g: sum(g.block_s)))
+    slowest_forward = np.maximum(
+        (forward + waits * sends / 2) / pp, blocks * columns.of(lambda g: g.block_s[0])
+    )
+    slowest_backward = np.maximum(
+        (backward + waits * sends / 2) / pp, blocks * columns.of(lambda g: g.block_s[1])
+    )
+    slowest = np.maximum(passed / pp, blocks * columns.of(lambda g: sum(g.block_s)))
+    # Rank r begins after r transfers, the last of which is counted above if it is waited for.
+    begun = (pp - 1) * (pp / 2 - waits) / pp * least
+    working = microbatches * passed / pp + begun
 
     naive = through + sends
     # All forwards pass the slowest stage one after the other, and so do all backwards.
@@ -89,11 +123,17 @@ def _round_s(columns: Columns, forward: Floats, backward: Floats, microbatches: 
     for total, forwards in ((through, share), (through + sends, np.maximum(share, sent))):
         bound = _one_f_one_b_s(total[rows], forwards[rows], pp[rows], microbatches[rows])
         one_f_one_b[rows] = np.maximum(one_f_one_b[rows], bound)
-    return np.select(
+    # Unless weight gradients come later, r transfers follow the end of rank r; and the first
+    # microbatch passes all stages forward and backward.
+    ended = np.where(splits, 0.0, (pp - 1) / 2 * least)
+    first = forward + np.where(splits, 0.0, backward) + sends
+    several = np.maximum(busy, np.maximum(working + ended, first))
+    one_round = np.select(
         [schedule == _NAIVE, schedule == _GPIPE, schedule == _ONE_F_ONE_B],
         [naive, gpipe, one_f_one_b],
-        default=busy,
+        default=several,
     )
+    return one_round, working
 
 
 def _one_f_one_b_s(through: Floats, share: Floats, pp: Integers, microbatches: Integers) -> Floats:

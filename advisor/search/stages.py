@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
 from advisor.cost.buffers import shard_degree
 from advisor.cost.memory import room_bytes, workspace_bytes
-from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
+from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments
+from advisor.cost.pipeline import StageTimes, play, sends_late
 from advisor.cost.shared_cores import speedup_alone
+from advisor.cost.small_collectives import small_collectives_s
 from advisor.cost.stage_memory import between_bytes, message_bytes
-from advisor.cost.staged import laid_out, peak_of_rank
+from advisor.cost.staged import laid_out, peak_of_rank, tied_s
 from advisor.inputs.policy import Policy
 from advisor.search.borders import (
     MOST_AT_ONCE,
@@ -31,7 +32,7 @@ from advisor.search.borders import (
     spans,
 )
 from advisor.search.cache import SearchCache
-from advisor.search.space import KINDS, SCHEDULES, Floats, Space
+from advisor.search.space import KINDS, Floats, Space
 from advisor.search.stage_segments import StageSegments, segments_of
 from engines.plan import PartialPlan, Plan, Schedule
 from profiles.machine.cluster import Collective
@@ -47,12 +48,14 @@ class _BestBorders:
     Attributes:
         starts, names: the first segments of stages 1, 2, ..., and the units that begin them.
         forward_s, backward_s: of every stage.
+        sent_bytes: over each border: the larger of activations and gradients.
     """
 
     starts: tuple[int, ...]
     names: tuple[str, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    sent_bytes: tuple[float, ...]
 
 
 class StageSearch:
@@ -68,6 +71,7 @@ class StageSearch:
         self._borders: dict[tuple[object, ...], _BestBorders] = {}
         self._segments: dict[tuple[object, ...], StageSegments] = {}
         self._states: dict[tuple[int, int], float] = {}
+        self._sends: dict[tuple[float, int], float] = {}
 
     def plan(self, space: Space, index: int) -> Plan:
         """Plan of a row, with its best borders."""
@@ -85,34 +89,65 @@ class StageSearch:
         ends = {*range(plan.pp)[:_FROM_EACH_END], *range(plan.pp)[-_FROM_EACH_END:]}
         return max(peak_of_rank(self._costs, plan, layout, rank).high_bytes for rank in ends)
 
-    def least_step_s(self, space: Space, index: int) -> float:
-        """Lower bound of a step with the row's borders; 0 if nothing is known.
-
-        A rank begins when the first microbatch has passed the stages before its own, and then works
-        on all of a round. Unless weight gradients come later, it ends with a backward of its first
-        stage, whose gradient then passes the stages before it.
-        """
+    def least_rounds_s(self, space: Space, index: int) -> tuple[float, float]:
+        """Lower bounds of a row's rounds with its borders, and of sums of tied gradients and small
+        collectives after them: seconds until all is over, and until the average rank is done; zeros
+        if nothing is known."""
         if space.pp[index] == 1 or self._pinned:
-            return 0.0
-        borders, schedule = self._best_borders(space, index), SCHEDULES[space.schedule[index]]
-        assert schedule is not None
-        stages, ranks = len(borders.forward_s), int(space.pp[index])
-        in_round, rounds = int(space.microbatches[index]), int(space.accumulation[index])
-        if schedule is Schedule.NAIVE:
+            return 0.0, 0.0
+        plan, borders = self.plan(space, index), self._best_borders(space, index)
+        assert plan.schedule is not None
+        in_round, rounds = plan.microbatches, plan.accumulation
+        if plan.schedule is Schedule.NAIVE:
             in_round, rounds = 1, in_round * rounds
-        before = list(accumulate(borders.forward_s, initial=0.0))
-        if schedule not in SPLITS_BACKWARD:
-            backward = accumulate(borders.backward_s, initial=0.0)
-            before = [forward + back for forward, back in zip(before, backward, strict=True)]
-        slowest = work = 0.0
-        for rank in range(ranks):
-            own = stages_of(schedule, rank, ranks=ranks, stages=stages)
-            busy = sum(borders.forward_s[stage] + borders.backward_s[stage] for stage in own)
-            slowest = max(slowest, before[own[0]] + in_round * busy)
-            work += in_round * busy
-        # Ranks that share cores are faster while others wait, but their cores do all of the work.
+        played = play(
+            plan.schedule,
+            self._stage_times(borders, plan),
+            ranks=plan.pp,
+            microbatches=in_round,
+            waits=sends_late(plan.schedule) or not self._costs.overlaps,
+        )
+        # Ranks that share cores are faster while others wait, but the cores do all of the work.
         alone = speedup_alone(self._costs.facts.cluster)
-        return max(slowest / alone, work / ranks) * rounds
+        wall_s = max(played.wall_s / alone, sum(played.busy_s) / plan.pp)
+        ends = [end / alone for end in played.end_s]
+        ends_s = [end + tied for end, tied in zip(ends, self._tied_s(plan), strict=True)]
+        earlier, model = rounds - 1, self._costs.facts.model
+        small_s = small_collectives_s(plan, model, self._costs.ledger())
+        return (
+            earlier * wall_s + max(wall_s, *ends_s) + small_s,
+            (earlier * sum(ends) + sum(ends_s)) / plan.pp + small_s,
+        )
+
+    def _tied_s(self, plan: Plan) -> list[float]:
+        """Seconds of each rank of the pp axis for gradients of parameters on several stages."""
+        costs = self._costs
+        if costs.stack.overlap_gradients:  # some of them may be hidden
+            return [0.0] * plan.pp
+        ties = costs.stages.ties(plan, costs.stages.ends(plan))
+        return [tied_s(plan, ties, rank, costs.ledger()) for rank in range(plan.pp)]
+
+    def _stage_times(self, borders: _BestBorders, plan: Plan) -> StageTimes:
+        """Seconds of the stages of `plan`, as `advisor.cost.staged` has them, without gathers."""
+        stages, backward_s = self._costs.stages, list(borders.backward_s)
+        weight_s = [0.0] * len(backward_s)
+        if plan.schedule in SPLITS_BACKWARD:
+            whole = stages.whole_backwards(plan, stages.ends(plan))
+            for stage in set(range(len(backward_s))) - whole:
+                # Units of a split stage are not recomputed.
+                weight_s[stage] = backward_s[stage] / (2 if stage else 1)
+                backward_s[stage] -= weight_s[stage]
+        stride = self._costs.facts.cluster.world_size // plan.pp
+        send_s = (self._send_s(payload, stride) for payload in borders.sent_bytes)
+        return StageTimes(borders.forward_s, tuple(backward_s), tuple(weight_s), tuple(send_s))
+
+    def _send_s(self, payload: float, stride: int) -> float:
+        """Seconds to send so many bytes to the next stage."""
+        if (payload, stride) not in self._sends:
+            self._sends[payload, stride] = self._costs.ledger().charge(
+                Collective.SEND_RECV, "", payload, group_size=2, stride=stride
+            )
+        return self._sends[payload, stride]
 
     def _best_borders(self, space: Space, index: int) -> _BestBorders:
         stages = int(space.pp[index] * space.per_rank[index])
@@ -136,6 +171,7 @@ class StageSearch:
             names=tuple(names[start] for start in best.starts),
             forward_s=tuple(np.add.reduceat(segments.forward_s, [0, *best.starts]).tolist()),
             backward_s=tuple(np.add.reduceat(segments.backward_s, [0, *best.starts]).tolist()),
+            sent_bytes=tuple(segments.sent_bytes[list(best.starts)].tolist()),
         )
 
     def _cut(self, plan: Plan, segments: StageSegments, count: int, stages: int) -> StageCut:
@@ -195,15 +231,8 @@ class StageSearch:
     def _waiting_s(self, plan: Plan, segments: StageSegments) -> Floats:
         """Seconds to receive a microbatch, or its gradient, over each border."""
         world = self._costs.facts.cluster.world_size
-        ledger = self._costs.ledger()
-        sent = np.maximum(segments.border_activations, segments.border_gradients).tolist()
-        known = {
-            payload: ledger.charge(
-                Collective.SEND_RECV, "", payload, group_size=2, stride=world // plan.pp
-            )
-            for payload in set(sent)
-        }
-        return np.array([known[payload] for payload in sent])
+        sent = segments.sent_bytes.tolist()
+        return np.array([self._send_s(payload, world // plan.pp) for payload in sent])
 
     def _state_bytes(self, plan: Plan) -> float:
         """Bytes of optimizer states for one rank's part of the whole model."""

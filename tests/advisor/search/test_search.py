@@ -122,8 +122,7 @@ def assert_bounded(search: Search, whole: Facts, every: Sequence[Candidate]) -> 
         assert with_borders <= high * (1 + ROUNDING), str(candidate.plan)
         rounding = ROUNDING * cost.step_s
         assert bounds.step_s[index] <= cost.step_s + rounding, str(candidate.plan)
-        with_borders = stages.least_step_s(search.space, index)
-        assert with_borders <= cost.step_s + rounding, str(candidate.plan)
+        assert search.with_borders(index)[0] <= cost.step_s + rounding, str(candidate.plan)
 
 
 MIXTURE = profile_from_config(
