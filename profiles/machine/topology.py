@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 _Edge = tuple[str, str]
-_HOST, _SWITCH, _NETWORK, _SPINE = "host", "switch", "network", "spine"
+_HOST, _SWITCH, _NETWORK = "host", "switch", "network"
 
 
 class Tier(StrEnum):
@@ -110,52 +110,6 @@ class Topology:
 
     def bridge_of(self, device: int) -> str:
         return f"bridge {device // self.devices_per_bridge}"
-
-    def graph(self, *, nodes: int | None = None) -> nx.DiGraph[str]:
-        """Devices, switches, bridges and cards of the first `nodes` nodes (all), and their links.
-
-        Vertices are "0.device 3", "0.switch", "0.bridge 1", "0.host", "0.card 7" of node 0, and
-        "leaf 0", "spine". Edges carry `bytes_per_s` and `tier`; each direction is an edge.
-        """
-        import networkx as nx
-
-        graph: nx.DiGraph[str] = nx.DiGraph()
-        shown = self.num_nodes if nodes is None else min(nodes, self.num_nodes)
-        for node in range(shown):
-            leaf = f"leaf {node // self.nodes_per_switch}"
-            for one, other, rate, tier in self._node_links():
-                first, second = (leaf if v == _NETWORK else f"{node}.{v}" for v in (one, other))
-                graph.add_edge(first, second, bytes_per_s=rate, tier=tier)
-                graph.add_edge(second, first, bytes_per_s=rate, tier=tier)
-        leaves = -(-shown // self.nodes_per_switch)
-        for number in range(leaves if leaves > 1 else 0):
-            leaf, rate = f"leaf {number}", self.leaf_bytes_per_s
-            graph.add_edge(leaf, _SPINE, bytes_per_s=rate, tier=Tier.SPINE)
-            graph.add_edge(_SPINE, leaf, bytes_per_s=rate, tier=Tier.SPINE)
-        return graph
-
-    def mermaid(self) -> str:
-        """The first node and its way out, as a mermaid flow chart."""
-        lines = ["graph LR"]
-        for one, other, rate, _ in self._drawn():
-            label = f'|"{rate / 1e9:.4g} GB/s"|' if rate < inf else ""
-            lines.append(f'  {_id(one)}["{one}"] <-->{label} {_id(other)}["{other}"]')
-        return "\n".join(lines) + "\n"
-
-    def text(self) -> str:
-        """The first node and its way out, a line an edge."""
-        edges = list(self._drawn())
-        width = max((len(one) + len(other) for one, other, *_ in edges), default=0)
-        lines = [f"{self.num_nodes} x {self.devices_per_node} devices; the first node:"]
-        for one, other, rate, _ in edges:
-            said = f"{rate / 1e9:.4g} GB/s" if rate < inf else "not the limit"
-            lines.append(f"  {one} -- {other}{' ' * (width - len(one) - len(other))}  {said}")
-        return "\n".join(lines) + "\n"
-
-    def _drawn(self) -> Iterator[tuple[str, str, float, Tier]]:
-        yield from self._node_links()
-        if self.oversubscription > 1 and self.num_nodes > self.nodes_per_switch:
-            yield _NETWORK, _SPINE, self.leaf_bytes_per_s, Tier.SPINE
 
     @property
     def leaf_bytes_per_s(self) -> float:
@@ -357,7 +311,3 @@ def _way_out(topology: Topology, device: int) -> tuple[_Edge, ...]:
 
 def _device(index: int) -> str:
     return f"device {index}"
-
-
-def _id(vertex: str) -> str:
-    return vertex.replace(" ", "")
