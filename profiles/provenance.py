@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from enum import StrEnum
+from typing import Self
 
 from pydantic import NonNegativeFloat, PositiveInt
 
@@ -47,6 +50,18 @@ class Timing(Record):
     low_s: NonNegativeFloat
     high_s: NonNegativeFloat
     repeats: PositiveInt
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Self:
+        """The median, and the 10th to the 90th percentile, of one measurement or more."""
+        ordered = sorted(seconds)
+        tenth = len(ordered) // 10
+        return cls(
+            median_s=statistics.median(ordered),
+            low_s=ordered[tenth],
+            high_s=ordered[-1 - tenth],
+            repeats=len(ordered),
+        )
 
     @property
     def relative_error(self) -> float:

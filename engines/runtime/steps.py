@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -125,16 +124,8 @@ class Steps:
 
 
 def _timing(durations: Iterable[_Lap], *, fewest: int) -> Timing | None:
-    ordered = sorted(filter(None, map(_seconds, durations)))
-    if len(ordered) < fewest:
-        return None
-    tenth = len(ordered) // 10
-    return Timing(
-        median_s=statistics.median(ordered),
-        low_s=ordered[tenth],
-        high_s=ordered[-1 - tenth],
-        repeats=len(ordered),
-    )
+    known = list(filter(None, map(_seconds, durations)))
+    return Timing.of(known) if len(known) >= fewest else None
 
 
 def _seconds(lap: _Lap) -> float | None:

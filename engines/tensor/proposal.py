@@ -18,7 +18,7 @@ from engines.tensor.rules import (
 )
 from engines.tensor.split_proof import SplitProof, require_one_use
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
-from engines.tensor.tie_rules import owner
+from engines.tensor.tie_rules import joined, owner
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.token_borders import with_borders
 from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
@@ -121,8 +121,8 @@ def propose_styles(
                     trial.run(model, kind, by_tokens=by_tokens, shapes_only=shapes_only)
                 known[key] = trial
             trial, unit = known[key], model.get_submodule(path)
-            styles.update({_joined(path, inner): style for inner, style in trial.styles.items()})
-            why.update({_joined(path, inner): reason for inner, reason in trial.why.items()})
+            styles.update({joined(path, inner): style for inner, style in trial.styles.items()})
+            why.update({joined(path, inner): reason for inner, reason in trial.why.items()})
             for name in trial.partial:
                 partial.setdefault(first[unit.get_parameter(name)], set()).add(path)
         _leave_logits_split(profile, styles)
@@ -292,10 +292,6 @@ def _leave_logits_split(profile: ModelProfile, styles: Styles) -> None:
     before = dict(alone)
     leave_logits_split(profile, alone)
     styles.update({path: (style,) for path, style in alone.items() if before[path] != style})
-
-
-def _joined(path: str, inner: str) -> str:
-    return ".".join(part for part in (path, inner) if part)
 
 
 def _written(styles: Sequence[Style] | None) -> str:

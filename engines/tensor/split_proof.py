@@ -12,6 +12,7 @@ from torch import nn
 from engines.tensor.layers import can_split, is_plain
 from engines.tensor.rules import Pair, pairs_of
 from engines.tensor.styles import LAYER_KINDS, LOCAL, Kind, Style, cutting, ordered, styles_of
+from engines.tensor.tie_rules import joined
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.token_borders import with_borders
 from engines.tensor.token_rules import SPLIT
@@ -112,7 +113,7 @@ def prove_split(
                 if verdict.why_not:
                     counts = _counts(copy, inner, pairs_of(profile, alike[0]), size=size)
                 for path, within in product(alike, counts):
-                    place = _joined(path, within)
+                    place = joined(path, within)
                     styles[place] = (*styles.get(place, ()), *counts[within])
                 if counts:
                     inner = _inner(alike[0], styles)
@@ -257,10 +258,6 @@ def _without_counts(styles: Styles) -> Styles:
         path: tuple(s for s in each if s.kind is not Kind.SIZES) for path, each in styles.items()
     }
     return {path: each for path, each in cut.items() if each}
-
-
-def _joined(path: str, inner: str) -> str:
-    return ".".join(part for part in (path, inner) if part)
 
 
 def _alone(inner: Styles, unit: nn.Module) -> Styles:

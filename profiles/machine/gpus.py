@@ -45,14 +45,14 @@ def gpu_device(index: int) -> Device:
         return catalogue.accelerator(name).model_copy(update={"memory_bytes": memory})
     here = torch.device("cuda", index)
     rates = {
-        dtype: _timed(matmul_rate(here, dtype))
+        dtype: timed(matmul_rate(here, dtype))
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
     }
     return Device(
         name=properties.name,
         kind="cuda",
         memory_bytes=memory,
-        memory_bandwidth_bytes_per_s=_timed(copy_rate(here)),
+        memory_bandwidth_bytes_per_s=timed(copy_rate(here)),
         flop_per_s={str(dtype).removeprefix("torch."): rate for dtype, rate in rates.items()},
         matmul_fraction=Quantity(value=1.0, source=Source.MEASURED),
         launch_s=catalogue.LAUNCH,
@@ -233,5 +233,6 @@ def _usual(device: Device, reason: str) -> NodeLinks:
     return NodeLinks(link, notes=(note,))
 
 
-def _timed(value: float) -> Quantity:
+def timed(value: float) -> Quantity:
+    """A quantity that was timed in a moment."""
     return Quantity(value=value, source=Source.MEASURED, relative_error=QUICK_TIMING_ERROR)

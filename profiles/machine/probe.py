@@ -16,7 +16,7 @@ from profiles.errors import InputError
 from profiles.machine import catalogue
 from profiles.machine.bench import copy_rate, launch_time, matmul_rate
 from profiles.machine.cluster import ClusterProfile, Device, Link
-from profiles.machine.gpus import QUICK_TIMING_ERROR, NodeLinks, gpu_count, gpu_device, gpu_links
+from profiles.machine.gpus import NodeLinks, gpu_count, gpu_device, gpu_links, timed
 from profiles.machine.host import (
     NetworkCard,
     machine_cores,
@@ -206,11 +206,11 @@ def _cpu(memory_bytes: int, cores: float, *, measure: bool) -> Device:
         torch.set_num_threads(max(1, int(cores)))
         try:
             speed = {
-                "float32": _timed(matmul_rate(cpu, torch.float32)),
-                "bfloat16": _timed(matmul_rate(cpu, torch.bfloat16)),
+                "float32": timed(matmul_rate(cpu, torch.float32)),
+                "bfloat16": timed(matmul_rate(cpu, torch.bfloat16)),
             }
-            memory_rate = _timed(copy_rate(cpu))
-            launch = _timed(launch_time(cpu))
+            memory_rate = timed(copy_rate(cpu))
+            launch = timed(launch_time(cpu))
         finally:
             torch.set_num_threads(threads)
         fraction = Quantity(value=1.0, source=Source.MEASURED)
@@ -243,7 +243,3 @@ def _cpu(memory_bytes: int, cores: float, *, measure: bool) -> Device:
             value=resident_bytes(), source=Source.MEASURED, origin="resident memory of the process"
         ),
     )
-
-
-def _timed(value: float) -> Quantity:
-    return Quantity(value=value, source=Source.MEASURED, relative_error=QUICK_TIMING_ERROR)

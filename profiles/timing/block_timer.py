@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -115,7 +114,7 @@ def _time_call(
             if roots and wanted:
                 torch.autograd.grad(roots, wanted, ones, allow_unused=True)
         del output, roots, ones
-    return _timing(forward_s[WARM_UP:]), _timing(backward_s[WARM_UP:])
+    return Timing.of(forward_s[WARM_UP:]), Timing.of(backward_s[WARM_UP:])
 
 
 @contextmanager
@@ -140,18 +139,6 @@ def _clock(device: torch.device, seconds: list[float]) -> Iterator[None]:
     begin = time.perf_counter()
     yield
     seconds.append(time.perf_counter() - begin)
-
-
-def _timing(seconds: Sequence[float]) -> Timing:
-    """The range is the 10th to the 90th percentile."""
-    ordered = sorted(seconds)
-    tenth = len(ordered) // 10
-    return Timing(
-        median_s=statistics.median(ordered),
-        low_s=ordered[tenth],
-        high_s=ordered[-1 - tenth],
-        repeats=len(ordered),
-    )
 
 
 def _sum(timings: Sequence[tuple[Timing, int]]) -> Timing:

@@ -98,7 +98,7 @@ def rotate(x: Array, cosine: Array, sine: Array) -> Array:
     half = x.shape[-1] // 2
     straight = ops.mul(x, cosine)
     first, second = ops.narrow(x, -1, half), ops.narrow(x, -1, x.shape[-1] - half)
-    return ops.add(straight, ops.mul(ops.cat([ops.neg(second), first]), sine))
+    return ops.add(straight, ops.mul(ops.cat([ops.mul_number(second), first]), sine))
 
 
 def rotate_partly(x: Array, cosine: Array, sine: Array) -> Array:

@@ -10,9 +10,9 @@ from profiles.closed_forms.families.arrays import Array, DType
 from profiles.closed_forms.families.attention import attend, rotate
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.llama import LlamaVariant
-from profiles.closed_forms.families.moe import experts, top
+from profiles.closed_forms.families.moe import experts, gathered, top
 from profiles.closed_forms.families.network import FamilyUnit, ModelFamily
-from profiles.closed_forms.families.tape import ALONE, GATHER, Gradient
+from profiles.closed_forms.families.tape import ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def _route(
     wide = ops.reshape(wide, -1, mixture.experts)
     ranked = _without(ranked, wide)
     places = top(ranked, mixture.chosen)[1]
-    weights = _gathered(scores, places)
+    weights = gathered(scores, places, places.shape)
     if mixture.is_normalised:
         total = ops.add_number(ops.sum_over(weights, -1, keep=True))
         weights = ops.div(weights, total, in_place=True)
@@ -227,19 +227,4 @@ def _without(scores: Array, mask: Array) -> Array:
     out = tape.run([scores, left_out], shape, dtype)
     saved = tape.save(left_out)
     tape.record([out], [scores], lambda g: [g.tape.run([g, saved], shape, dtype)])
-    return out
-
-
-def _gathered(scores: Array, places: Array) -> Array:
-    """Of each row the scores at some places."""
-    tape, before, dtype = scores.tape, scores.shape, scores.dtype
-    saved = tape.save(places)
-    out = tape.empty(places.shape, dtype)
-    tape.launch([scores, places], [out], gathers=True, fusing=GATHER)
-
-    def backward(g: Array) -> list[Gradient]:
-        zeros = g.tape.run([g], before, dtype)
-        return [g.tape.run([zeros, saved, g], before, dtype, fusing=ALONE)]
-
-    tape.record([out], [scores], backward)
     return out

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from profiles.closed_forms.families import kernels, llama
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType
+from profiles.closed_forms.families.arrays import Array, DType, Shape
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.layers import activate
 from profiles.closed_forms.families.llama import LlamaVariant
@@ -71,17 +72,11 @@ def qwen3_moe(fields: Fields) -> ModelFamily:
 
 def top(scores: Array, count: int) -> tuple[Array, Array]:
     """The `count` best along the last dimension, and which they are."""
-    tape, before, dtype = scores.tape, scores.shape, scores.dtype
-    values = tape.empty((*before[:-1], count), dtype)
+    tape, before = scores.tape, scores.shape
+    values = tape.empty((*before[:-1], count), scores.dtype)
     indices = tape.empty((*before[:-1], count), DType.INT64)
     tape.launch([scores], [values, indices], fusing=ALONE)
-    saved = tape.save(indices)
-
-    def backward(g: Array) -> list[Gradient]:
-        zeros = g.tape.run([g], before, dtype)
-        return [g.tape.run([zeros, saved, g], before, dtype, fusing=ALONE)]
-
-    tape.record([values], [scores], backward)
+    tape.record([values], [scores], _scattered(tape.save(indices), scores))
     return values, indices
 
 
@@ -120,19 +115,28 @@ def experts(
     return ops.cast(summed, rows.dtype)
 
 
+def gathered(table: Array, index: Array, shape: Shape) -> Array:
+    """What `index` asks for of a table, in this shape."""
+    index = table.tape.save(index)
+    out = table.tape.empty(shape, table.dtype)
+    table.tape.launch([table, index], [out], gathers=True, fusing=GATHER)
+    table.tape.record([out], [table], _scattered(index, table))
+    return out
+
+
 def _rows(table: Array, index: Array) -> Array:
-    """The rows of a table that `index` asks for; gradients are added up into a table of zeros."""
-    tape, before, dtype = table.tape, table.shape, table.dtype
-    index = tape.save(index)
-    out = tape.empty((*index.shape, *before[1:]), dtype)
-    tape.launch([table, index], [out], gathers=True, fusing=GATHER)
+    return gathered(table, index, (*index.shape, *table.shape[1:]))
+
+
+def _scattered(index: Array, table: Array) -> Callable[[Array], list[Gradient]]:
+    """Backward that adds up gradients into a table of zeros."""
+    shape, dtype = table.shape, table.dtype
 
     def backward(g: Array) -> list[Gradient]:
-        zeros = g.tape.run([g], before, dtype)
-        return [g.tape.run([zeros, index, g], before, dtype, fusing=ALONE)]
+        zeros = g.tape.run([g], shape, dtype)
+        return [g.tape.run([zeros, index, g], shape, dtype, fusing=ALONE)]
 
-    tape.record([out], [table], backward)
-    return out
+    return backward
 
 
 def _inverse(order: Array) -> Array:

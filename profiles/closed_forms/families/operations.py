@@ -205,6 +205,7 @@ def mul(a: Array, b: Array) -> Array:
 
 
 def mul_number(x: Array) -> Array:
+    """Times a number; -1 negates."""
     out = elementwise(x)
     x.tape.record([out], [x], lambda g: [elementwise(g)])
     return out
@@ -256,12 +257,6 @@ def rsqrt(x: Array) -> Array:
         return [elementwise(halved, cube)]
 
     x.tape.record([out], [x], backward)
-    return out
-
-
-def neg(x: Array) -> Array:
-    out = elementwise(x)
-    x.tape.record([out], [x], lambda g: [elementwise(g)])
     return out
 
 
