@@ -7,7 +7,7 @@ import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +30,7 @@ from engines.runtime.random_states import (
 from engines.runtime.world import World, rank_error_context, require_same, sum_over_ranks
 from engines.state.checkpoint.agreement import Alone, all_peers_succeed, peers_of
 from engines.state.checkpoint.load import SavedStates, Step, fill, open_save
+from engines.state.checkpoint.objects import Stateful, with_states
 from engines.state.checkpoint.save import CheckpointSave, SaveOptions, start_saving
 from engines.state.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.state.full_state import set_whole_state, whole_state
@@ -41,14 +42,6 @@ from profiles.torch_compat import version_of
 from profiles.torch_compat.ddp import bucket_order, hook_state, rebuild_buckets
 
 PathLike = str | os.PathLike[str]
-
-
-class Stateful(Protocol):
-    """An object whose state a checkpoint can hold, as torch's schedulers are."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
 class CheckpointMixin(PretrainedMixin, SchedulingMixin):
@@ -210,7 +203,8 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         saved = open_save(root, step=step, peers=everyone, verify=verify)
         with all_peers_succeed(everyone, f"loading `{saved.path}`"):
             own = self._own_of(saved)
-        with self._exchange.loading(), self._probing():
+        objects = with_states(self._objects_of(saved, own), peers=everyone, folder=saved.path)
+        with objects, self._exchange.loading(), self._probing():
             states = StatesToLoad(
                 self.module,
                 self.optimizer if self._exchange.keeps_states else empty_optimizer(),
@@ -264,16 +258,24 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
             require_random_states(own["random"], self._world.device)
         return own
 
-    def _restore_own(self, saved: SavedStates, own: dict[str, Any]) -> None:
-        """Restore random states and objects, once the tensors are read."""
-        for loader, state in zip(self._live_loaders(), own.get("loaders", ()), strict=False):
-            loader.load_state_dict(state)
+    def _objects_of(
+        self, saved: SavedStates, own: dict[str, Any]
+    ) -> dict[str, tuple[Stateful, dict[str, Any]]]:
+        """Loaders and registered objects, with their states in the checkpoint."""
+        every: dict[str, tuple[Stateful, dict[str, Any]]] = {}
+        loaders = zip(self._live_loaders(), own.get("loaders", ()), strict=False)
+        for number, (loader, state) in enumerate(loaders, 1):
+            every[f"loader {number}"] = loader, state
         objects = own.get("objects", {})
         for name, value in self._objects.items():
             if name in objects:
-                value.load_state_dict(objects[name])
+                every[name] = value, objects[name]
             elif self._job.rank == 0:
                 warnings.warn(f"`{saved.path}` has no `{name}`: it begins anew", stacklevel=4)
+        return every
+
+    def _restore_own(self, saved: SavedStates, own: dict[str, Any]) -> None:
+        """Restore random states and the error feedback, once the tensors are read."""
         if self._has_buckets and own.get("buckets"):
             # The order of additions, and so the last bits of sums, follow the buckets.
             rebuild_buckets(self._runner, own["buckets"])

@@ -34,7 +34,6 @@ from engines.experts.experts import Experts
 from engines.offload.pool import OffloadPool
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.parallel.async_updates import AsyncUpdatesMixin
-from engines.parallel.checkpointing import Stateful
 from engines.parallel.fit import FitMixin
 from engines.parallel.guarding import GuardingMixin
 from engines.parallel.interop import InteropMixin
@@ -49,6 +48,7 @@ from engines.runtime.rank_times import RankTimer
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.steps import Steps
 from engines.runtime.world import World, rank_error_context
+from engines.state.checkpoint.objects import Stateful
 from engines.state.checkpoint.save import CheckpointSave
 from engines.state.layout import LayerSplit, Layout
 from profiles.capture.batch import Batch, call_model, loss_of, with_gradient

@@ -18,7 +18,7 @@ from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from profiles.capture.capture import capture
-from profiles.errors import InputError, PlanMismatchError
+from profiles.errors import FileError, InputError, PlanMismatchError
 from tests.engines.cases import cpu_ranks
 from tests.engines.state.checkpoint.test_save_and_load import adamw
 from tests.workers import Pool
@@ -172,3 +172,49 @@ def test_an_object_without_a_state_is_refused() -> None:
     parallel, _, _ = job("dp_replicate=1")
     with pytest.raises(InputError, match="`schedule` is an int, without `state_dict`"):
         parallel.register(schedule=3)  # type: ignore[arg-type]
+
+
+class Average:
+    """An object that takes no state that lacks its value."""
+
+    def __init__(self) -> None:
+        self.value, self.key = 1.0, "value"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.key: self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.dist
+def test_an_object_that_refuses_its_state_on_one_rank_leaves_all_as_it_was(
+    pool: Pool, tmp_path: Path
+) -> None:
+    assert pool.run(refused_states, str(tmp_path), world_size=2) == [True, True]
+
+
+def refused_states(folder: str) -> bool:
+    parallel, loader, schedule = job("dp_replicate=2")
+    average = Average()
+    parallel.register(average=average)
+    for batch in loader:
+        parallel.train_step(batch)
+        schedule.step()
+    average.key = "value" if dist.get_rank() == 0 else "of an older class"
+    average.value = 2.0
+    parallel.save(folder)
+    average.key = "value"
+
+    later = schedule.state_dict(), average.value
+    for batch in loader:
+        parallel.train_step(batch)
+        schedule.step()
+    before = {n: p.detach().clone() for n, p in parallel.module.named_parameters()}
+    average.value = 3.0
+    with pytest.raises(FileError, match=r"`average` refuses its state .*KeyError: 'value'"):
+        parallel.load(folder)
+    assert schedule.state_dict() != later[0]
+    assert average.value == 3.0
+    assert parallel.step == 14
+    return all(torch.equal(p, before[n]) for n, p in parallel.module.named_parameters())
