@@ -31,15 +31,17 @@ CPU_LARGEST_BYTES, GPU_LARGEST_BYTES = 64 * MIB, 1024 * MIB
 # A median needs three; more only where the budget allows.
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 # After a barrier the ranks wake up to a scheduler's tick apart, milliseconds where they share
-# cores. Calls in a row, as many as make this or this many, make that small beside them.
-IN_A_ROW_S, FEWEST_IN_A_ROW, MOST_IN_A_ROW = 0.02, 2, 8
-# A link's rate is seen in messages that follow each other for this long.
-IN_A_STREAM_S, MOST_STREAMED = 1.0, 256
+# cores. Calls in a row, as many as make this or this many, make that small beside them; but no
+# more than the budget has time for, where the sizes that are always timed may take a third.
+IN_A_ROW_S, MOST_IN_A_ROW, COMPUTED_IN_A_ROW = 0.02, 16, 4
+ALWAYS_SHARE = 0.3
+# A link's rate is seen in messages that follow each other for this long, or this share of a budget.
+IN_A_STREAM_S, STREAM_SHARE, MOST_STREAMED = 1.0, 0.1, 256
 # A step computes between its collectives. On processors that costs them: threads that send find
-# their core taken, and ranks come at different times. Milliseconds, as between layers.
-COMPUTED_EDGE = 384
-# Of the budget, for computing between messages that are timed whatever the budget.
-COMPUTED_SHARE = 0.4
+# their core taken, and ranks come at different times. Some milliseconds, as between layers: the
+# product of this edge where a rank has a core, a smaller one where ranks share them.
+COMPUTED_EDGE, COMPUTED_S = 512, 0.003
+SMALLEST_EDGE = 64
 
 Tell = Callable[[str], None]
 """Called with what is being timed."""
@@ -108,12 +110,11 @@ def axis_times(
     """
     if not axes:
         return {}
-    largest = max(largest_bytes, ALWAYS_BYTES)
     began = time.perf_counter()
-    messages = _Messages(job, largest)
-    always = round(math.log(ALWAYS_BYTES / SMALLEST_BYTES, STEP)) + 1
-    rows = FEWEST_ROUNDS * always * len(TIMED) * len(axes)
-    messages.compute_for(COMPUTED_SHARE * budget_s / rows)
+    largest = max(largest_bytes, ALWAYS_BYTES)
+    stream_s = max(0.0, min(IN_A_STREAM_S, STREAM_SHARE * budget_s))
+    budget_s -= stream_s * len(streamed)
+    messages = _Messages(job, largest, row_s=ALWAYS_SHARE * budget_s / fewest_rows(len(axes)))
 
     def spent_s() -> float:
         return job.slowest([time.perf_counter() - began])[0]
@@ -140,9 +141,15 @@ def axis_times(
         for talk in talks:
             if talk.axis in streamed:
                 tell(f"{talk.axis}, a stream")
-                rate = messages.streamed_bytes_per_s(talk)
+                rate = messages.streamed_bytes_per_s(talk, stream_s)
                 times[talk.axis] = replace(times[talk.axis], streamed_bytes_per_s=rate)
         return times
+
+
+def fewest_rows(axes: int) -> int:
+    """Number of rows of calls that are timed whatever the budget."""
+    sizes = 1 + round(math.log(ALWAYS_BYTES / SMALLEST_BYTES, STEP))
+    return FEWEST_ROUNDS * axes * sizes * len(TIMED)
 
 
 def _climb(
@@ -164,13 +171,15 @@ def _climb(
             for kind in TIMED:
                 messages.time_once(kind, talk, count)
             took_s[talk.axis] = spent_s() - before_s
-        count *= STEP
+        timed, count = count, STEP * count
         if count <= ALWAYS_BYTES:
             continue
         # Fast axes first: a slow one must not keep them from the sizes that fill them.
         planned_s, going_on = spent_s(), []
         for talk in sorted(climbing, key=lambda talk: took_s[talk.axis]):
-            planned_s += STEP * took_s[talk.axis]
+            # Rows of several calls get shorter as messages get longer; those of one do not.
+            once_s = sum(by_size[timed][-1] for by_size in talk.seconds.values())
+            planned_s += max(took_s[talk.axis], STEP * 2 * once_s)
             if FEWEST_ROUNDS * planned_s <= budget_s:
                 going_on.append(talk)
         climbing = going_on
@@ -193,29 +202,35 @@ def _groups(job: Job, axes: Sequence[BenchAxis]) -> Iterator[list[Talk]]:
 
 
 class _Messages:
-    """The tensors that are sent and received, and the clock."""
+    """The tensors that are sent and received, and the clock.
 
-    def __init__(self, job: Job, largest_bytes: int) -> None:
-        self._job = job
+    Args:
+        row_s: for one row of calls with what is computed between them; the same on all ranks.
+    """
+
+    def __init__(self, job: Job, largest_bytes: int, *, row_s: float) -> None:
+        self._job, self._row_s = job, row_s
         self._sent = torch.zeros(largest_bytes // 4, dtype=torch.float32, device=job.device)
         self._received = torch.zeros_like(self._sent)
-        self._left = torch.ones(COMPUTED_EDGE, COMPUTED_EDGE)
-        self._result = torch.empty_like(self._left)
-        self._most_in_a_row = MOST_IN_A_ROW
-        self._computed_s: list[float] = []
-
-    def compute_for(self, seconds: float) -> None:
-        """Limit the calls in a row to those with computing of `seconds` between them."""
-        self._compute()
-        self.time_computing()
+        self._take_product(COMPUTED_EDGE)
         if self._computed_s:
-            fitting = int(seconds / self._computed_s[-1])
-            self._most_in_a_row = max(FEWEST_IN_A_ROW, min(MOST_IN_A_ROW, fitting))
+            # Two calls fit in a row, or one with as much time to compute.
+            wanted_s = max(0.0, min(COMPUTED_S, row_s / 2))
+            edge = COMPUTED_EDGE * min(1.0, wanted_s / self._computed_s[-1]) ** (1 / 3)
+            self._take_product(max(SMALLEST_EDGE, int(edge) // SMALLEST_EDGE * SMALLEST_EDGE))
+
+    def _take_product(self, edge: int) -> None:
+        """Compute this between calls."""
+        self._left = torch.ones(edge, edge)
+        self._result = torch.empty_like(self._left)
+        self._compute()
+        self._computed_s = list[float]()
+        self.time_computing()
 
     def time_computing(self) -> None:
         """Note the seconds of what is computed between two messages, while all ranks compute."""
         if self._job.device.type == "cpu":
-            self._computed_s.append(self._clocked(MOST_IN_A_ROW, self._compute))
+            self._computed_s.append(self._clocked(COMPUTED_IN_A_ROW, self._compute))
 
     def time_once(self, kind: Collective, talk: Talk, count: int) -> None:
         """Note the seconds that one message of `count` bytes adds to computing."""
@@ -224,11 +239,13 @@ class _Messages:
         last_s = next((times[-1] for times in reversed(talk.seconds[kind].values())), 0.0)
         if count in talk.seconds[kind]:
             last_s = talk.seconds[kind][count][-1]
-        repeats = max(1, min(self._most_in_a_row, math.ceil(IN_A_ROW_S / max(last_s, 1e-6))))
+        computed_s = statistics.median(self._computed_s) if self._computed_s else 0.0
+        wanted = min(MOST_IN_A_ROW, math.ceil(IN_A_ROW_S / max(last_s, 1e-6)))
+        fitting = int(self._row_s / max(2 * last_s + computed_s, 1e-6))
+        repeats = max(1, min(wanted, fitting))
         added_s = self._clocked(repeats, call)
         if self._computed_s:
-            both_s = self._clocked(repeats, self._compute, call)
-            added_s = max(added_s, both_s - statistics.median(self._computed_s))
+            added_s = max(added_s, self._clocked(repeats, self._compute, call) - computed_s)
         talk.seconds[kind].setdefault(count, []).append(added_s)
 
     def _clocked(self, repeats: int, *work: Callable[[], object]) -> float:
@@ -241,7 +258,7 @@ class _Messages:
         wait_for(self._job.device)
         return self._job.slowest([time.perf_counter() - begin])[0] / repeats
 
-    def streamed_bytes_per_s(self, talk: Talk) -> float:
+    def streamed_bytes_per_s(self, talk: Talk, stream_s: float) -> float:
         """Bus bandwidth of this rank's group in its largest all-reduces, several on their way.
 
         Groups that compute between their calls take turns on the link they share: each gets all of
@@ -251,7 +268,7 @@ class _Messages:
         count = talk.sizes()[-1]
         message = self._sent[: count // 4]
         one_s = statistics.median(talk.seconds[Collective.ALL_REDUCE][count])
-        repeats = min(MOST_STREAMED, math.ceil(IN_A_STREAM_S / one_s))
+        repeats = max(1, min(MOST_STREAMED, math.ceil(stream_s / one_s)))
         self._job.barrier()
         begin = time.perf_counter()
         works = [dist.all_reduce(message, group=talk.group, async_op=True) for _ in range(repeats)]
