@@ -8,22 +8,19 @@ from bisect import bisect_left, insort
 class MemoryBlock:
     """A range of addresses in a segment, with its neighbours there."""
 
-    __slots__ = ("address", "is_free", "is_mapped", "next", "pool", "previous", "size")
+    __slots__ = ("address", "is_free", "next", "pool", "previous", "size")
 
-    def __init__(self, pool: Pool, address: int, size: int, *, is_mapped: bool) -> None:
+    def __init__(self, pool: Pool, address: int, size: int) -> None:
         self.pool = pool
         self.address = address
         self.size = size
-        self.is_mapped = is_mapped
         self.is_free = True
         self.previous: MemoryBlock | None = None
         self.next: MemoryBlock | None = None
 
     def cut(self, size: int) -> MemoryBlock:
         """Keep the first `size` bytes; the rest becomes a block of its own."""
-        rest = MemoryBlock(
-            self.pool, self.address + size, self.size - size, is_mapped=self.is_mapped
-        )
+        rest = MemoryBlock(self.pool, self.address + size, self.size - size)
         self.size = size
         rest.previous, rest.next, self.next = self, self.next, rest
         if rest.next is not None:
@@ -38,57 +35,34 @@ class MemoryBlock:
         if self.next is not None:
             self.next.previous = self
 
-    @property
-    def is_split(self) -> bool:
-        return self.previous is not None or self.next is not None
-
-    @property
-    def expandable_bytes(self) -> int:
-        """Its own size plus the unmapped addresses after it."""
-        following = self.next
-        return self.size + (following.size if following and not following.is_mapped else 0)
-
 
 class Pool:
     """The free blocks for small or for large requests.
 
-    `free` has them by (size, address), as the allocator orders them; `unmapped` the addresses of
-    expandable segments without memory behind them.
-
-    Args:
-        step_bytes: by which expandable segments grow.
+    `free` has them by (size, address), as the allocator orders them; `blocks` by address.
     """
 
-    def __init__(self, *, is_small: bool, step_bytes: int) -> None:
+    def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
-        self.step_bytes = step_bytes
-        self.blocks: dict[int, MemoryBlock] = {}  # what `free` and `unmapped` name, by address
+        self.blocks: dict[int, MemoryBlock] = {}
         self.free: list[tuple[int, int]] = []
-        self.unmapped: list[int] = []
 
     def add(self, block: MemoryBlock) -> None:
         self.blocks[block.address] = block
-        if block.is_mapped:
-            insort(self.free, (block.size, block.address))
-        else:
-            insort(self.unmapped, block.address)
+        insort(self.free, (block.size, block.address))
 
     def remove(self, block: MemoryBlock) -> None:
         del self.blocks[block.address]
-        if block.is_mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, block.address)]
+        del self.free[bisect_left(self.free, (block.size, block.address))]
 
-    def add_merged(self, block: MemoryBlock) -> MemoryBlock:
-        """Add a block, as one with the free neighbours that are mapped as it is."""
+    def add_merged(self, block: MemoryBlock) -> None:
+        """Add a block, as one with its free neighbours."""
         before, after = block.previous, block.next
-        if after is not None and after.is_free and after.is_mapped == block.is_mapped:
+        if after is not None and after.is_free:
             self.remove(after)
             block.merge_next()
-        if before is not None and before.is_free and before.is_mapped == block.is_mapped:
+        if before is not None and before.is_free:
             self.remove(before)
             before.merge_next()
             block = before
         self.add(block)
-        return block

@@ -7,12 +7,11 @@ be as large as the tensors beside which they are made, and as many as those mome
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from profiles.allocator.caching_allocator import SMALL_BYTES, CachingAllocator
-from profiles.trace.timeline import Timeline
 
 # The first step makes the optimizer's states among what it cached, and the second finds them there.
 # Of 352 replays of six steps (20 models, every allocation) 6 reserved more after the second,
@@ -73,9 +72,6 @@ class Pass(NamedTuple):
     microbatch: int
 
 
-ONE_MICROBATCH = (Pass(True, 0, 0), Pass(False, 0, 0))
-
-
 @dataclass(frozen=True, slots=True)
 class Resident:
     """Allocations of a rank outside the forward and backward of its units.
@@ -94,44 +90,17 @@ class Resident:
     buckets: tuple[float, ...] = ()
 
 
-def replay(
-    units: Sequence[UnitMemory],
-    standing: Resident,
-    *,
-    limit_bytes: int | None = None,
-    expandable_segments: bool = False,
-) -> Replayed:
-    """Highest allocated and reserved bytes of training, with units in the order of the forward.
-
-    Args:
-        limit_bytes, expandable_segments: see `CachingAllocator`.
-
-    Raises:
-        OutOfMemoryError: a step does not run under `limit_bytes`.
-    """
-    return replay_stages(
-        [units],
-        standing,
-        order=ONE_MICROBATCH,
-        limit_bytes=limit_bytes,
-        expandable_segments=expandable_segments,
-    )
-
-
 def replay_stages(
-    stages: Sequence[Sequence[UnitMemory]],
-    standing: Resident,
-    *,
-    order: Sequence[Pass],
-    limit_bytes: int | None = None,
-    expandable_segments: bool = False,
+    stages: Sequence[Sequence[UnitMemory]], standing: Resident, *, order: Sequence[Pass]
 ) -> Replayed:
-    """The same of a rank with several stages, whose microbatches pass in `order`.
+    """Highest allocated and reserved bytes of training on a rank with these stages.
+
+    Units of a stage are in the order of the forward; microbatches pass in `order`.
 
     Gradients of a stage's second microbatch are added to those of the first: they are there while
     their unit runs.
     """
-    device = _Device(CachingAllocator(limit_bytes, expandable_segments=expandable_segments))
+    device = StepAllocator()
     every = [[unit for unit in units for _ in range(unit.count)] for units in stages]
     # Microbatches before the last add up their gradients outside the buckets.
     several = len({each.microbatch for each in order}) > 1
@@ -156,45 +125,11 @@ def replay_stages(
     return device.train(parameters, standing, pass_through)
 
 
-def replay_timeline(
-    timeline: Timeline,
-    *,
-    gradients: Collection[int],
-    parameters: Sequence[float],
-    standing: Resident,
-    limit_bytes: int | None = None,
-    expandable_segments: bool = False,
-) -> Replayed:
-    """The same from every allocation that a look at the model saw.
+class StepAllocator:
+    """The allocator of one device, asked in the order of a training step."""
 
-    Args:
-        gradients: those of the timeline's allocations that are gradients of parameters.
-    """
-    device = _Device(CachingAllocator(limit_bytes, expandable_segments=expandable_segments))
-
-    def pass_through() -> list[int]:
-        live: dict[int, int] = {}
-        copied: list[int] = []  # into their buckets
-        for number, nbytes in timeline.allocations():
-            if nbytes is None:
-                if number not in gradients:
-                    device.give([live.pop(number)])
-                continue
-            device.give(copied)
-            address = device.allocator.allocate(nbytes)
-            if number in gradients and standing.buckets:
-                copied.append(address)
-            else:
-                live[number] = address
-        device.give([*copied, *(live.pop(number) for number in [*live] if number not in gradients)])
-        return list(live.values())
-
-    return device.train(parameters, standing, pass_through)
-
-
-class _Device:
-    def __init__(self, allocator: CachingAllocator) -> None:
-        self.allocator = allocator
+    def __init__(self) -> None:
+        self.allocator = CachingAllocator()
         self.reduced: list[int] = []  # what the last reduction was given
 
     def take_all(self, sizes: Iterable[float]) -> list[int]:
@@ -217,7 +152,7 @@ class _Device:
             if step == 0:
                 self.take_all(n * copies for n in parameters for copies in standing.state_copies)
             self.give(self.take_all(nbytes * standing.step_copies for nbytes in parameters))
-        return Replayed(self.allocator.peak_allocated_bytes, self.allocator.peak_reserved_bytes)
+        return Replayed(self.allocator.peak_allocated_bytes, self.allocator.reserved_bytes)
 
     def give(self, addresses: list[int]) -> None:
         for address in addresses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from statistics import median
@@ -14,15 +14,13 @@ from torch import nn
 
 from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.inputs.bundled.resnet import ResNet
-from profiles.allocator.caching_allocator import OutOfMemoryError
 from profiles.allocator.step_replay import (
     Pass,
     Replayed,
     Resident,
+    StepAllocator,
     UnitMemory,
-    replay,
     replay_stages,
-    replay_timeline,
 )
 from profiles.allocator.unit_memory import parameter_tensors, saved_sizes, scaled
 from profiles.capture.batch import Batch
@@ -43,6 +41,45 @@ PAIR = UnitMemory(
 )
 
 
+def replay(units: Sequence[UnitMemory], standing: Resident) -> Replayed:
+    """A microbatch through one stage, and back."""
+    return replay_stages([units], standing, order=(Pass(True, 0, 0), Pass(False, 0, 0)))
+
+
+def replay_timeline(
+    timeline: Timeline,
+    *,
+    gradients: Collection[int],
+    parameters: Sequence[float],
+    standing: Resident,
+) -> Replayed:
+    """The same from every allocation that capture saw.
+
+    Args:
+        gradients: those of the timeline's allocations that are gradients of parameters.
+    """
+    device = StepAllocator()
+
+    def pass_through() -> list[int]:
+        live: dict[int, int] = {}
+        copied: list[int] = []  # into their buckets
+        for number, nbytes in timeline.allocations():
+            if nbytes is None:
+                if number not in gradients:
+                    device.give([live.pop(number)])
+                continue
+            device.give(copied)
+            address = device.allocator.allocate(nbytes)
+            if number in gradients and standing.buckets:
+                copied.append(address)
+            else:
+                live[number] = address
+        device.give([*copied, *(live.pop(number) for number in [*live] if number not in gradients)])
+        return list(live.values())
+
+    return device.train(parameters, standing, pass_through)
+
+
 def test_optimizer_states_fragment_segments_of_the_first_step() -> None:
     # First step: 40 MiB of parameters, 80 kept, 20 for the second unit's gradient: 140 in segments
     # of 20, 20, 40, 40, 20. The other gradient and both states go into the two of 40, so that the
@@ -50,12 +87,6 @@ def test_optimizer_states_fragment_segments_of_the_first_step() -> None:
     # most 80 kept and the first gradient.
     replayed = replay([PAIR], Resident(state_copies=(1,)))
     assert replayed == Replayed(allocated_bytes=180 * MIB, reserved_bytes=220 * MIB)
-
-
-def test_expandable_segments_avoid_fragmentation() -> None:
-    # The gradient that lies between a state and the rest of its 40 MiB goes, and they are 40 again.
-    replayed = replay([PAIR], Resident(state_copies=(1,)), expandable_segments=True)
-    assert replayed == Replayed(allocated_bytes=180 * MIB, reserved_bytes=180 * MIB)
 
 
 def test_buckets_of_gradients_stay_allocated() -> None:
@@ -98,15 +129,6 @@ def test_microbatches_of_a_stage_add_to_one_gradient() -> None:
     # 20 of parameters, three times 40 kept, and the gradient that is made while the first goes.
     replayed = replay_stages([[one]], Resident(), order=order)
     assert replayed.allocated_bytes == (20 + 3 * 40 + 20) * MIB
-
-
-def test_a_limit_below_the_peak_raises_out_of_memory() -> None:
-    standing = Resident(state_copies=(1,))
-    assert replay([PAIR], standing, limit_bytes=220 * MIB).reserved_bytes == 220 * MIB
-    # Cached segments that are empty go back, the first unit's 20 MiB of gradient among them.
-    assert replay([PAIR], standing, limit_bytes=200 * MIB).allocated_bytes == 180 * MIB
-    with pytest.raises(OutOfMemoryError):
-        replay([PAIR], standing, limit_bytes=178 * MIB)
 
 
 def test_a_timeline_is_replayed_allocation_by_allocation() -> None:
@@ -187,19 +209,13 @@ def _profile(name: str) -> ModelProfile:
     return capture(model, sample, loss_fn=loss_fn)
 
 
-def _both(
-    name: str, samples: int, standing: Resident, *, expandable: bool
-) -> tuple[Replayed, Replayed]:
+def _both(name: str, samples: int, standing: Resident) -> tuple[Replayed, Replayed]:
     """From every allocation, and from the profile."""
     model, sample, loss_fn = MODELS[name](samples)
     seen = trace_step(TracedModel(model, sample, loss_fn), Numerics.AS_BUILT)
     sizes = [float(parameter.nbytes) for parameter in model.parameters()]
     exact = replay_timeline(
-        seen.timeline,
-        gradients=seen.gradients,
-        parameters=sizes,
-        standing=standing,
-        expandable_segments=expandable,
+        seen.timeline, gradients=seen.gradients, parameters=sizes, standing=standing
     )
     units = []
     for unit in _profile(name).units:
@@ -214,17 +230,16 @@ def _both(
                 backward_bytes=cost.backward_transient_bytes.at(samples),
             )
         )
-    return exact, replay(units, standing, expandable_segments=expandable)
+    return exact, replay(units, standing)
 
 
-@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("has_buckets", [False, True])
-def test_reserved_bytes_follow_from_a_profile(expandable: bool, has_buckets: bool) -> None:
+def test_reserved_bytes_follow_from_a_profile(has_buckets: bool) -> None:
     errors = {}
     for name, samples in CASES:
         buckets = -(-_profile(name).gradient_bytes // (25 * MIB)) * (25 * MIB,)
         standing = replace(ADAM, buckets=buckets if has_buckets else ())
-        exact, estimate = _both(name, samples, standing, expandable=expandable)
+        exact, estimate = _both(name, samples, standing)
         assert estimate.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.05)
         errors[name, samples] = abs(estimate.ratio / exact.ratio - 1)
     assert median(errors.values()) < 0.03, errors
