@@ -89,6 +89,10 @@ def hybrids(draw: st.DrawFn) -> Facts:
         alone, everywhere = draw(st.floats(1.2, 2.5)), draw(st.booleans())
         shared = SharedCores(alone=exact(alone), across_nodes=everywhere)
         cluster = cluster.model_copy(update={"shared_cores": shared})
+    # Ranks on CPUs wait for what they receive.
+    kind = draw(st.sampled_from(("cuda", "cpu")))
+    device = cluster.device.model_copy(update={"kind": kind})
+    cluster = cluster.model_copy(update={"device": device})
     return facts(model, cluster, batch=nodes * devices * local)
 
 

@@ -1,0 +1,86 @@
+"""Plans that the tree passes over: the fastest of all is found, and shown if it beats the choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.cost import CostModel
+from advisor.decide.candidates import legal_plans, searched
+from advisor.decide.choose import choose
+from advisor.decide.comparison import title
+from advisor.decide.tree import in_leaf
+from advisor.decide.walk import walk
+from advisor.inputs.facts import Facts
+from advisor.inputs.policy import Policy
+from advisor.search.cache import SearchCache
+from advisor.search.legal import Styles, expert_degrees
+from advisor.search.ranking import beats, fastest_first, weigh
+from engines.plan import PartialPlan
+from profiles.units import format_seconds
+from tests.factories import facts, gpus, small_llama
+from tests.nightly import nightly
+from tests.regret.cases import CASES
+from tests.regret.decided import facts_of, proved_styles
+from tests.regret.report import REPORT, Report
+
+SMALL = small_llama()
+QUESTIONS = {
+    "DDP over slow links": facts(SMALL, gpus(2, 2, inter_bytes_per_s=1e8), batch=8),
+    "DDP over fast links": facts(SMALL, gpus(2, 2), batch=16),
+    "stages of a node": facts(SMALL, gpus(1, 4, memory_gib=3.35, intra_bytes_per_s=1e9), batch=8),
+}
+# Four nodes of four: shards of some pipelines stay in a node, those of others do not.
+NODES = facts(SMALL, gpus(4, 4, memory_gib=3.1, inter_bytes_per_s=3e8), batch=16)
+
+
+def assert_nothing_faster_is_missed(whole: Facts, styles: Styles | None = None) -> str | None:
+    """Compare a decision with all legal plans, each estimated; return the dissent."""
+    costs, policy = CostModel(whole), Policy()
+    plans = [
+        plan
+        for ep in expert_degrees(whole, PartialPlan())
+        for plan in legal_plans(
+            whole, PartialPlan(ep=ep) if ep > 1 else PartialPlan(), styles=styles, costs=costs
+        )
+    ]
+    decision = choose(whole, styles=styles)
+    fitting = [c for c in weigh(plans, costs, policy) if c.fits]
+    fastest = min(fitting, key=fastest_first)
+    if not beats(fastest, decision.chosen, policy):
+        assert decision.dissent is None
+        return None
+    assert not in_leaf(fastest.plan, decision.trace), "a faster plan of the leaf was not taken"
+    assert decision.dissent is not None, str(fastest.plan)
+    seconds = format_seconds(fastest.estimate.step_s)
+    assert decision.dissent.startswith(f"{title(fastest.plan)} is predicted ")
+    assert f"faster ({seconds})" in decision.dissent
+    assert fastest.plan in [other.plan for other in decision.alternatives]
+    return decision.dissent
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_choice_or_its_dissent_is_the_fastest_of_all_plans(name: str) -> None:
+    assert_nothing_faster_is_missed(QUESTIONS[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt-small, 2x2 300 Mbit, all", *nightly("t5, 2x2 1 Gbit, all", "huge-layer, 1x4, layer")],
+)
+def test_the_same_on_machines_that_were_benched(name: str) -> None:
+    case, result = CASES[name], Report.load(REPORT).result(name)
+    if result is None:
+        pytest.skip("the case is not in the report")
+    whole = facts_of(case, result.cluster)
+    assert_nothing_faster_is_missed(whole, proved_styles(case, whole))
+
+
+def test_a_leaf_holds_the_rows_whose_own_plans_belong_to_it() -> None:
+    cache = SearchCache(CostModel(NODES))
+    search, trace = searched(cache, PartialPlan(), Policy()), walk(cache.costs, Policy())
+    inside = search.where(lambda plan: in_leaf(plan, trace))
+    assert trace.leaf == "everything"
+    assert inside.any()
+    assert not inside.all()
+    plans = (search.space.plan(index) for index in range(len(search.space)))
+    assert inside.tolist() == [in_leaf(plan, trace) for plan in plans]
