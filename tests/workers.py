@@ -32,6 +32,7 @@ IMPORTED = (
     "torch.distributed.pipelining",
     "torch._dynamo",
     "transformers.modeling_utils",
+    "tests.engines.parity",
 )
 """By the process that ranks are forked from, if installed. None of it starts a thread: no fork
 would have it."""

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiles.capture.batch import Batch
-from profiles.capture.capture import capture
 from profiles.machine.cluster import ClusterProfile, Device, Link
 from profiles.model.profile import ModelProfile
 from profiles.provenance import Quantity, Source
+from tests.captured import captured
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,9 @@ WIRINGS = {
 
 
 def profile_of(case: Case, model: nn.Module, rows: int = 2) -> ModelProfile:
-    return capture(model, case.batch(rows), loss_fn=case.loss_fn, name=type(model).__name__)
+    """The profile of the case's model; `model` is one that its `build` made."""
+    options = {"loss_fn": case.loss_fn, "name": type(model).__name__}
+    return captured((case, rows), model, case.batch(rows), **options)
 
 
 def cpu_ranks(count: int, *, nodes: int = 1) -> ClusterProfile:

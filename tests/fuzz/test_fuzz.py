@@ -1,4 +1,4 @@
-"""A thousand hostile files for every reader; `make fuzz` tries a hundred times as many."""
+"""Hundreds of hostile files for every reader; `make fuzz` tries hundreds of times as many."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from profiles.record import json_value, toml_table
 from tests.fuzz.mutations import mutated
 from tests.fuzz.readers import Reader, readers
 from tests.fuzz.runner import fuzzed, outcome_of
+from tests.nightly import nightly
 
 READERS = {reader.name: reader for reader in readers()}
 CASES = 1000
+OFTEN = 0.4
 SLOW = {
     "table": 150,
     "config": 300,
@@ -32,9 +34,12 @@ SLOW = {
 OF_FILES = [name for name in READERS if name not in ("options", "quantities", "plan-text")]
 
 
+@pytest.mark.parametrize("share", [OFTEN, *nightly(1.0)])
 @pytest.mark.parametrize("name", READERS)
-def test_a_reader_reads_or_refuses(name: str, tmp_path: Path) -> None:
-    result = fuzzed(READERS[name], cases=SLOW.get(name, CASES), seed=1, folder=tmp_path)
+def test_a_reader_reads_or_refuses(name: str, share: float, tmp_path: Path) -> None:
+    """The first cases of a seed are the same for any number of them."""
+    cases = int(share * SLOW.get(name, CASES))
+    result = fuzzed(READERS[name], cases=cases, seed=1, folder=tmp_path)
     assert result.findings == {}
     assert result.accepted + result.refused == result.cases
 

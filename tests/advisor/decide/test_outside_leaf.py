@@ -1,4 +1,4 @@
-"""Plans that the tree passes over: the fastest of all is found, and shown if it beats the choice."""
+"""Plans that the tree passes over: the fastest is found, and shown if it beats the choice."""
 
 from __future__ import annotations
 

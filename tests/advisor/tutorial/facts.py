@@ -54,9 +54,13 @@ def facts(cells: Mapping[str, Any]) -> dict[str, Any]:
         "critical batch": cells["measured"][-1],
         "steps": {size: len(losses) - 1 for size, losses in cells["falls"].items()},
         "devices": [cells["here"].plan.world_size, cells["there"].plan.world_size],
-        "failures": [_failure(_raises), _failure(_dies), _failure(_sleeps, timeout_s=3.0)],
         "left": [process.pid for process in multiprocessing.active_children()],
     }
+
+
+def failures() -> list[str]:
+    """Errors of ranks that raise, die, and sleep."""
+    return [_failure(_raises), _failure(_dies), _failure(_sleeps, timeout_s=3.0)]
 
 
 def _failure(function: Callable[[], None], timeout_s: float = 20.0) -> str:

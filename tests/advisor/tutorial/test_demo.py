@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -10,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from advisor.tutorial.demo import launch
 from profiles.errors import InputError
 from tests.nightly import nightly
+from tests.workers import Pool
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -47,15 +50,42 @@ def start(folder: Path, *options: str, **variables: str) -> Iterator[subprocess.
 
 
 @pytest.mark.dist
+def test_the_ranks_of_the_demo_decide_train_compare_and_save(pool: Pool, tmp_path: Path) -> None:
+    """With less of a bench, fewer rows, and less of the text that it never sees."""
+    shown, nothing = pool.run(_rank_of_the_demo, tmp_path, world_size=2, timeout_s=240.0)
+    assert nothing == ""
+    _has_learnt(shown, tmp_path)
+
+
+@pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_decides_trains_compares_and_saves(tmp_path: Path) -> None:
     run = demo(tmp_path, "--steps", "8")
     assert run.returncode == 0, run.stderr
+    _has_learnt(run.stdout, tmp_path)
+
+
+def _rank_of_the_demo(folder: Path) -> str:
+    from advisor.tutorial.demo import train
+
+    shown = io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(shown),
+        mock.patch.multiple(train, BENCH_S=0.5, HELD_OUT_BATCHES=1, GLOBAL_BATCH=4),
+        mock.patch("profiles.machine.bench.collectives.COMPUTED_EDGE", 64),
+    ):
+        train._demo(None, 8, folder / "exit-code")
+    return shown.getvalue()
+
+
+def _has_learnt(shown: str, folder: Path) -> None:
     for words in ("why", "it fits", "step time", "peak memory", "held out"):
-        assert words in run.stdout
-    first, last = (float(part.split()[0]) for part in _learnt(run.stdout))
+        assert words in shown
+    first, last = (float(part.split()[0]) for part in _learnt(shown))
     assert last < first - 1  # nats per byte of text it never saw
-    assert (tmp_path / "runs" / "demo" / "latest").is_file()
+    assert (folder / "runs" / "demo" / "latest").is_file()
 
 
 @pytest.mark.dist

@@ -10,6 +10,7 @@ import struct
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from numpy.polynomial import Polynomial
 
 from advisor.tutorial.notebooks import noise, splitting, updating
 from engines.runtime.steps import WARM_UP_STEPS
+from tests.advisor.tutorial.facts import facts, failures
+from tests.workers import Pool
 
 nbformat = pytest.importorskip("nbformat", reason="pip install 'parallel-advisor[test]'")
 pytest.importorskip("ipykernel", reason="pip install 'parallel-advisor[test]'")
@@ -50,13 +53,58 @@ def test_the_notebook_is_saved_without_outputs_and_with_tidy_metadata() -> None:
             assert cell.execution_count is None
 
 
+@pytest.mark.dist
+def test_the_cells_of_the_notebook_have_known_results(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after another in this process, their ranks in the kept pool."""
+
+    def on_kept_ranks(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
+        if ranks <= pool.size:
+            return pool.run(function, *args, world_size=ranks, timeout_s=CELL_S)
+        more = Pool(ranks)
+        try:
+            return more.run(function, *args, world_size=ranks, timeout_s=CELL_S)
+        finally:
+            more.close()
+
+    shown: list[Any] = []
+    monkeypatch.setattr("advisor.tutorial.notebooks.ranks.on_ranks", on_kept_ranks)
+    names: dict[str, Any] = {"display": shown.append, "__name__": "__main__"}
+    for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
+        if cell.cell_type == "code":
+            exec(compile(cell.source, cell.id, "exec"), names)  # noqa: S102, it is our notebook
+    known_results_come_out(json.loads(json.dumps(facts(names))))
+    all_pictures_are_there([picture._repr_png_() for picture in shown])
+
+
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_runs_with_known_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marker = uuid.uuid4().hex
     results, pictures, streams = _run(tmp_path, monkeypatch, marker)
     assert results["python"] == sys.executable
+    known_results_come_out(results)
+    a_rank_that_fails_is_named(*results["failures"])
+    all_pictures_are_there(pictures)
+    # The first picture of an environment may have matplotlib say that it looks at fonts.
+    assert not [text for name, text in streams if name == "stderr" and "font cache" not in text]
+    assert results["left"] == []
+    assert _left_after_a_moment(marker) == []
+
+
+def test_a_rank_of_the_notebook_that_fails_is_named() -> None:
+    a_rank_that_fails_is_named(*failures())
+
+
+def all_pictures_are_there(pictures: list[bytes]) -> None:
+    assert len(pictures) == 9
+    assert all(width >= 1000 and height >= 250 for width, height in map(_size, pictures))
+
+
+def known_results_come_out(results: Results) -> None:
     assert results["ranks of the machine"] == 2
     the_way_of_splitting_does_not_change_the_training(results["ways"])
     memory_and_traffic_of_a_rank_are_its_share(results["ways"])
@@ -69,13 +117,6 @@ def test_the_notebook_runs_with_known_results(
     rarer_synchronization_sends_proportionally_less(results["local"])
     the_noise_scale_is_the_true_one_and_predicts_the_steps(results)
     assert results["devices"] == [2, 16]
-    a_rank_that_fails_is_named(*results["failures"])
-    assert len(pictures) == 9
-    assert all(width >= 1000 and height >= 250 for width, height in map(_size, pictures))
-    # The first picture of an environment may have matplotlib say that it looks at fonts.
-    assert not [text for name, text in streams if name == "stderr" and "font cache" not in text]
-    assert results["left"] == []
-    assert _left_after_a_moment(marker) == []
 
 
 def the_way_of_splitting_does_not_change_the_training(ways: Results) -> None:
@@ -226,8 +267,8 @@ def _run(
     book.cells.append(
         nbformat.v4.new_code_cell(
             "import json\n"
-            "from tests.advisor.tutorial.facts import facts\n"
-            "print(json.dumps(facts(globals())))"
+            "from tests.advisor.tutorial.facts import facts, failures\n"
+            "print(json.dumps(facts(globals()) | {'failures': failures()}))"
         )
     )
     manager = AsyncKernelManager(

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import random
-import signal
-import socket
-import subprocess
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from profiles.capture.capture import capture
-from profiles.errors import InputError
-from profiles.machine.bench import bench, copy_rate, matmul_rate
+from profiles.errors import InputError, RankError
+from profiles.machine.bench import (
+    bench,
+    collectives,
+    copy_rate,
+    matmul_rate,
+    measure,
+    recall_or_bench,
+)
 from profiles.machine.bench import device as device_bench
 from profiles.machine.bench.axes import MOST_GROUPS, BenchAxis, mesh_axes
 from profiles.machine.bench.cache import keep, recall
@@ -30,6 +36,7 @@ from profiles.machine.probe import probe
 from profiles.model.profile import Numerics
 from profiles.provenance import Source
 from profiles.units import KIB, MIB
+from tests.workers import Pool, RankFailure
 
 SIZES = [KIB * 4**power for power in range(9)]  # 1 KiB to 64 MiB
 
@@ -188,91 +195,73 @@ def test_without_a_process_group_the_bench_says_how_to_start(
     assert "torchrun --nproc-per-node" in str(caught.value)
 
 
-RANK_PROGRAM = """
-import sys, warnings
-from datetime import timedelta
-from pathlib import Path
-warnings.simplefilter("error")
-import torch, torch.distributed as dist
-from profiles.machine.bench import bench, collectives
-from profiles.machine.bench.cache import keep, recall, recall_or_bench
-from profiles.errors import InputError
-from profiles.machine.probe import probe
-
-dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-torch.manual_seed(0)
-rank, folder = dist.get_rank(), Path(sys.argv[1])
-collectives.COMPUTED_EDGE = 64  # what is computed between messages takes most of a bench
-cluster = probe()
-# The four ranks of this machine as two nodes of two: both tiers, and groups across them.
-cluster = cluster.model_copy(
-    update={"num_nodes": 2, "devices_per_node": 2, "inter": cluster.intra}
-)
-lines = []
-(folder / f"before{rank}.json").write_text(cluster.to_json())
-timed = bench(cluster, budget_s=4, max_bytes=4 * 2**20, tell=lines.append)
-(folder / f"{rank}.json").write_text(timed.to_json())
-(folder / f"lines{rank}.txt").write_text("\\n".join(lines))
-try:
-    bench(cluster.model_copy(update={"num_nodes": 3}))
-except InputError as error:
-    (folder / f"refused{rank}.txt").write_text(str(error))
-
-# Only rank 0 has the folder in which benches are kept; all have to take the same way.
-mine = folder / "kept" if rank == 0 else folder / "nowhere"
-states = [recall(cluster, folder=mine) is None]
-keep(timed, folder=mine)
-states.append(recall(cluster, folder=mine).cluster == timed)
-notes = []
-again = recall_or_bench(cluster, folder=mine, note=notes.append)
-states += [again == timed, len(notes) == 1 and notes[0].startswith("speeds as timed on 20")]
-less = cluster.device.model_copy(update={"memory_bytes": timed.device.launch_s})
-states.append(
-    recall(cluster.model_copy(update={"device": less}), folder=mine).cluster.device.memory_bytes
-    == timed.device.launch_s
-)
-if rank == 0:
-    path, = mine.iterdir()
-    path.write_text(path.read_text()[:1000])  # cut in half
-states.append(recall(cluster, folder=mine) is None)
-keep(timed, folder=mine)
-torch.set_num_threads(3)  # another job
-states.append(recall(cluster, folder=mine) is None)
-(folder / f"states{rank}.txt").write_text(repr(states))
-dist.destroy_process_group()
-"""
-
-
-def run_ranks(folder: Path, program: str, ranks: int) -> None:
-    """One launch of gloo ranks that leave what they found in `folder`."""
-    (folder / "program.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(folder / "program.py"), str(folder)]
-    root = Path(__file__).parents[3]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    process = subprocess.Popen(
-        command,
-        env=env,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+def time_and_recall(folder: Path) -> list[bool]:
+    """On a rank: a bench left in `folder`, and what is right about keeping it."""
+    rank = dist.get_rank()
+    cluster = probe()
+    # The four ranks of this machine as two nodes of two: both tiers, and groups across them.
+    cluster = cluster.model_copy(
+        update={"num_nodes": 2, "devices_per_node": 2, "inter": cluster.intra}
     )
+    lines: list[str] = []
+    (folder / f"before{rank}.json").write_text(cluster.to_json())
+    # What is computed between messages takes most of a bench.
+    with mock.patch.object(collectives, "COMPUTED_EDGE", 64):
+        timed = bench(cluster, budget_s=2, max_bytes=4 * MIB, tell=lines.append)
+    (folder / f"{rank}.json").write_text(timed.to_json())
+    (folder / f"lines{rank}.txt").write_text("\n".join(lines))
     try:
-        output, _ = process.communicate(timeout=240)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert process.returncode == 0, output
-    (folder / "output.txt").write_text(output)
+        bench(cluster.model_copy(update={"num_nodes": 3}))
+    except InputError as error:
+        (folder / f"refused{rank}.txt").write_text(str(error))
+
+    # Only rank 0 has the folder in which benches are kept; all have to take the same way.
+    mine = folder / "kept" if rank == 0 else folder / "nowhere"
+
+    def recalled(cluster: ClusterProfile) -> ClusterProfile | None:
+        saved = recall(cluster, folder=mine)
+        return saved.cluster if saved else None
+
+    right = [recalled(cluster) is None]
+    keep(timed, folder=mine)
+    right.append(recalled(cluster) == timed)
+    notes: list[str] = []
+    again = recall_or_bench(cluster, folder=mine, note=notes.append)
+    right += [again == timed, len(notes) == 1 and notes[0].startswith("speeds as timed on 20")]
+    less = cluster.device.model_copy(update={"memory_bytes": timed.device.launch_s})
+    smaller = recalled(cluster.model_copy(update={"device": less}))
+    right.append(smaller is not None and smaller.device.memory_bytes == timed.device.launch_s)
+    log = logging.getLogger("profiles.cache")
+    with mock.patch.object(log, "handlers", [logging.FileHandler(folder / f"log{rank}.txt")]):
+        if rank == 0:
+            (path,) = mine.iterdir()
+            path.write_text(path.read_text()[:1000])  # cut in half
+        right.append(recalled(cluster) is None)
+    keep(timed, folder=mine)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 2)  # another job
+    right.append(recalled(cluster) is None)
+    torch.set_num_threads(threads)
+    return right
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A bench of four ranks: the folder that they wrote to, and what each found right."""
+
+    folder: Path
+    right: list[list[bool]]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def benched(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("bench")
-    run_ranks(folder, RANK_PROGRAM, 4)
-    return folder
+    return Ran(folder, pool.run(time_and_recall, folder, world_size=4))
+
+
+@pytest.fixture
+def ran(benched: Ran) -> Path:
+    return benched.folder
 
 
 def loaded(folder: Path, name: str) -> ClusterProfile:
@@ -371,10 +360,9 @@ def test_a_cluster_of_another_size_is_refused(ran: Path) -> None:
     assert text.startswith("the cluster has 6 devices, this job 4 ranks")
 
 
-def test_a_cached_bench_is_recalled_by_all_ranks_or_by_none(ran: Path) -> None:
-    for rank in range(4):
-        assert (ran / f"states{rank}.txt").read_text() == repr([True] * 7)
-    output = (ran / "output.txt").read_text()
+def test_a_cached_bench_is_recalled_by_all_ranks_or_by_none(benched: Ran) -> None:
+    assert benched.right == [[True] * 7] * 4
+    output = "".join(path.read_text() for path in benched.folder.glob("log*.txt"))
     assert output.count("will be written anew: not JSON") == 1
 
 
@@ -394,57 +382,26 @@ def test_one_rank_without_a_process_group_times_its_device() -> None:
     assert (alone.axes, alone.overlap, alone.intra) == ((), None, None)
 
 
-DYING_PROGRAM = """
-import os, sys, time
-from datetime import timedelta
-import torch.distributed as dist
-from profiles.machine.bench import bench, measure
-from profiles.errors import RankError
-from profiles.machine.probe import probe
-
-dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-if dist.get_rank() == 2:
-    measure.contention = lambda *_, **__: os._exit(3)
-try:
-    bench(probe(), budget_s=0.5, max_bytes=2**18)
-except RankError as error:
-    print(error)
-    sys.stdout.flush()
-    time.sleep(4)  # the others have had time to look
-    os._exit(error.exit_code)
-"""
-
-
-def test_a_rank_that_dies_is_named_on_the_others_and_nobody_hangs(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(DYING_PROGRAM)
-    with socket.socket() as probe_socket:
-        probe_socket.bind(("127.0.0.1", 0))
-        port = probe_socket.getsockname()[1]
-    env = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[3]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "3",
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "program.py")],
-            env=env | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
+def bench_beside_a_dead_rank(folder: Path) -> None:
+    rank = dist.get_rank()
+    if rank == 2:
+        measure.contention = lambda *_, **__: os._exit(3)  # type: ignore[assignment]
     try:
-        outputs = [rank.communicate(timeout=180)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [2, 2, 3]
+        bench(probe(), budget_s=0.5, max_bytes=2**18)
+    except RankError as error:
+        (folder / f"{rank}.txt").write_text(str(error))
+        time.sleep(1)  # the other has had time to look
+        raise
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies_is_named_on_the_others_and_nobody_hangs(
+    pool: Pool, tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailure, match="rank 2: the process died"):
+        pool.run(bench_beside_a_dead_rank, tmp_path, world_size=3)
     for survivor in range(2):
-        first, where, *_ = outputs[survivor].splitlines()
+        first, where, *_ = (tmp_path / f"{survivor}.txt").read_text().splitlines()
         assert first.startswith("the bench broke off after ")
         assert first.endswith(" s: rank 2 went silent")
         assert where.startswith(f"  rank {survivor} of 3: ")

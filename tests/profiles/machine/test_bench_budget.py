@@ -94,7 +94,6 @@ def benched(machine: Machine, *, budget_s: float) -> Mapping[BenchAxis, AxisTime
     return axis_times(
         Slow(0, 4, cpu, None, cpu, timedelta(seconds=9), 0.0),
         AXES,
-        streamed=AXES[:1],
         budget_s=budget_s,
         largest_bytes=4 * MIB,
         tell=lambda _: None,
