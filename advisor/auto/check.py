@@ -13,19 +13,18 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from advisor.auto.facts_from_module import facts_from_module
 from advisor.auto.given_plan import partial_plan_of
 from advisor.auto.job import machines_of
-from advisor.auto.measure import OPTIMIZERS, repeated, seed_everything
+from advisor.auto.measure import OPTIMIZERS, built, fill, is_on_meta, repeated
 from advisor.auto.parallelize import auto_parallelize
 from advisor.auto.preflight import warn_of_risks
 from advisor.cost import estimate
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
-from advisor.inputs.models import LoadedModel, load_model
+from advisor.inputs.models import LoadedModel
 from advisor.learning.anchor import Links
 from advisor.learning.residuals import StepMeasurement
 from engines.apply import apply_plan
@@ -45,12 +44,11 @@ from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.machine.bench import BUDGET_S, bench
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe
+from profiles.timing.stopwatch import default_device
 from profiles.torch_compat import forget_groups
 
 STEPS = 10
 """After the warm-up; as often as `advise sweep --measure` times its plans."""
-# Batch norms require two rows, and a profile needs some batch; the measured batch differs.
-_ROWS_LOOKED_AT = 2
 LINKS_S = BUDGET_S
 PRODUCT_STEPS = 3
 
@@ -77,9 +75,8 @@ class CheckRequest:
     timeout_s: float | None = None
 
     def built(self) -> LoadedModel:
-        """Build the model, fresh for each run and the same on every rank."""
-        seed_everything()
-        return load_model(self.model, samples=_ROWS_LOOKED_AT, sequence_length=self.sequence_length)
+        """Build the model, fresh for each run."""
+        return built(self.model, self.sequence_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +136,7 @@ def _with_all_ranks(request: CheckRequest, machines: ClusterProfile, world: Worl
         optimizer=OPTIMIZERS[request.optimizer],
         global_batch_size=request.global_batch_size,
         precision=request.precision,
-        weights=_fill if _is_on_meta(loaded.module) else None,
+        weights=fill if is_on_meta(loaded.module) else None,
         on_nonfinite="ignore",  # values that are made up may be of any size
         cluster=machines,
         learns=False,
@@ -194,10 +191,7 @@ def _with_one_rank(request: CheckRequest, machines: ClusterProfile) -> Checked:
                 f"or start {plan.world_size} ranks",
             ],
         )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    measurement = _alone(request, facts, plan, rank=0, device=device)
+    measurement = _alone(request, facts, plan, rank=0, device=default_device())
     return Checked(facts, plan, replace(measurement, step=None))
 
 
@@ -233,7 +227,7 @@ def _alone(
             loss_fn=loaded.loss_fn,
             optimizer=OPTIMIZERS[request.optimizer],
             sample=loaded.sample,
-            weights=_fill if _is_on_meta(loaded.module) else None,
+            weights=fill if is_on_meta(loaded.module) else None,
             world=world,
         )
         return run(parallel, loaded, world.device, steps=request.steps)
@@ -322,18 +316,3 @@ def _peak_begun(device: torch.device) -> Iterator[None]:
 def _allocated_bytes(device: torch.device) -> float:
     """Peak bytes of tensors; 0 if the allocator does not count."""
     return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-
-
-def _fill(module: nn.Module) -> None:
-    """Fill with values of typical magnitude; step time does not depend on them."""
-    for parameter in module.parameters(recurse=False):
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.02)
-        else:
-            nn.init.ones_(parameter)
-    for buffer in module.buffers(recurse=False):
-        buffer.zero_()

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from advisor.auto.facts_from_module import facts_from_module
 from advisor.auto.job import is_by_threads, machines_of
@@ -113,9 +114,7 @@ class MeasuredModel:
     steps: int
 
     def built(self) -> LoadedModel:
-        """The same on every rank: ranks of one replica must have the same rows."""
-        seed_everything()
-        return load_model(self.model, samples=_ROWS_LOOKED_AT, sequence_length=self.sequence_length)
+        return built(self.model, self.sequence_length)
 
     def machines(self, case: SweepCase) -> ClusterProfile:
         """Return the cluster with as many devices as the case has."""
@@ -260,6 +259,27 @@ def repeated(sample: Batch, rows: int, dims: Dims | None = None) -> Batch:
     dims = dims or dims_of(sample)
     every = repeat_rows(sample, -(-rows // batch_size(sample, dims)), dims)
     return split_rows(every, [rows, batch_size(every, dims) - rows], dims)[0]
+
+
+def built(model: str, sequence_length: int | None) -> LoadedModel:
+    """MODEL of the command line, the same on every rank: ranks of a replica need the same rows."""
+    seed_everything()
+    return load_model(model, samples=_ROWS_LOOKED_AT, sequence_length=sequence_length)
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def fill(module: nn.Module) -> None:
+    """Fill with values of typical magnitude, this module alone and not its parts."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            nn.init.ones_(parameter)
+    for buffer in module.buffers(recurse=False):
+        buffer.zero_()
 
 
 def seed_everything() -> None:

@@ -19,7 +19,7 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 
-from advisor.auto.measure import seed_everything
+from advisor.auto.measure import fill, is_on_meta, seed_everything
 from advisor.auto.parallelize import auto_parallelize
 from advisor.decide.decision import Decision
 from advisor.inputs.models import LoadedModel, load_model
@@ -282,18 +282,7 @@ def _draws(module: nn.Module, loaded: LoadedModel, batch: Batch) -> bool:
 
 def _materialised(module: nn.Module) -> nn.Module:
     """A module with values; one on the meta device gets some of usual size."""
-    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        return module
-    module = module.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-            else:
-                nn.init.ones_(parameter)
-        for buffer in module.buffers():
-            buffer.zero_()
-    return module
+    return module.to_empty(device="cpu").apply(fill) if is_on_meta(module) else module
 
 
 def _drawn(sample: Batch, module: nn.Module) -> Batch:

@@ -18,19 +18,6 @@ class Algorithm(NamedTuple):
         return self.latency_s + payload_bytes * self.s_per_byte
 
 
-def collective_s(
-    cluster: ClusterProfile,
-    kind: Collective,
-    payload_bytes: float,
-    *,
-    group_size: int,
-    stride: int = 1,
-) -> float:
-    """Seconds of one collective with the fastest of its `algorithms`."""
-    options = algorithms(cluster, kind, group_size=group_size, stride=stride)
-    return min(each.seconds(payload_bytes) for each in options)
-
-
 def algorithms(
     cluster: ClusterProfile, kind: Collective, *, group_size: int, stride: int = 1
 ) -> tuple[Algorithm, ...]:

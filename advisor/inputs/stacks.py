@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from advisor.inputs.wrapped import ShownAsText
 from engines.plan import PartialPlan
 from profiles.errors import InputError, PlanError
 from profiles.workload.stack import COMPILED, TORCH, Loss, Selective, Stack, stack_named, stacks
 from profiles.workload.stack import compiled as compiled
-
-if TYPE_CHECKING:
-    from advisor.inputs.wrapped import Wrapped
 
 OF_ENGINES = (TORCH.name, COMPILED)
 """Stacks that `engines` run."""
@@ -145,7 +142,7 @@ def summary(stack: Stack) -> str:
     return f"{stack.name}: {words}" if words else f"{stack.name}: as our engines run it"
 
 
-class Presets:
+class Presets(ShownAsText):
     """All presets, or one, with the source of each flag."""
 
     def __init__(self, name: str | None = None) -> None:
@@ -158,8 +155,3 @@ class Presets:
             lines.append(f"{summary(stack)}{runs}")
             lines += [f"  {flag}: {source}" for flag, source in stack.sources]
         return "\n".join(lines)
-
-    def __rich__(self) -> Wrapped:
-        from advisor.inputs.wrapped import Wrapped
-
-        return Wrapped(str(self))

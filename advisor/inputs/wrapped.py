@@ -27,6 +27,15 @@ class Wrapped:
                 yield Text(piece, no_wrap=True, overflow="ignore")
 
 
+class ShownAsText:
+    """A value whose `str` is what `rich.print` shows, as `Wrapped`."""
+
+    __slots__ = ()
+
+    def __rich__(self) -> Wrapped:
+        return Wrapped(str(self))
+
+
 def _pieces(line: str, width: int) -> list[str]:
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return wrap(

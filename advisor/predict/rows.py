@@ -15,26 +15,6 @@ from profiles.record import read_text
 from profiles.record.bounds import MOST_LAYERS, MOST_TOKENS
 from profiles.units import MIB
 
-# Measured columns, and columns derived from them: reading these would invalidate a prediction.
-MEASURED_COLUMNS = frozenset(
-    {
-        "measured_step_time_s",
-        "tokens_per_s_per_gpu",
-        "samples_per_s",
-        "tflops_per_gpu",
-        "tflops_kind",
-        "mfu_pct",
-        "hfu_pct",
-        "peak_mem_gib_per_gpu",
-        "mem_unit_published",
-        "mem_metric",
-        "oom",
-        "step_time_derived_s",
-        "reliability",
-        "notes",
-    }
-)
-
 Flag = Literal["y", "n"]
 
 

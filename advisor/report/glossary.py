@@ -11,12 +11,12 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from advisor.inputs.wrapped import ShownAsText
 from profiles.errors import InputError, UnknownNameError, near_misses
 from profiles.record import toml_table
 
 if TYPE_CHECKING:
     from advisor.decide.decision import Decision
-    from advisor.inputs.wrapped import Wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class GlossaryTerm:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(ShownAsText):
     """A term, and its value for a plan."""
 
     term: GlossaryTerm
@@ -42,11 +42,6 @@ class Explanation:
         if self.number is not None:
             lines.append(f"  here: {self.number}")
         return "\n".join(lines)
-
-    def __rich__(self) -> Wrapped:
-        from advisor.inputs.wrapped import Wrapped
-
-        return Wrapped(str(self))
 
 
 def explain(word: str, decision: Decision | None = None) -> Explanation:
@@ -76,7 +71,7 @@ def explain(word: str, decision: Decision | None = None) -> Explanation:
 _LISTED = "`advise explain` lists the terms"
 
 
-class Listing:
+class Listing(ShownAsText):
     """All terms grouped by heading."""
 
     def __str__(self) -> str:
@@ -86,11 +81,6 @@ class Listing:
             for heading in headings
         ]
         return "\n".join([*lines, "", "`advise explain TERM`, `advise explain TERM plan.json`"])
-
-    def __rich__(self) -> Wrapped:
-        from advisor.inputs.wrapped import Wrapped
-
-        return Wrapped(str(self))
 
 
 @cache

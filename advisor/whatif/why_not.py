@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from advisor.cost import CostModel, Estimate
 from advisor.decide.candidates import nearest_settings, searched, why_illegal
 from advisor.decide.comparison import PlanVerdict, compare
 from advisor.decide.decision import Decision
 from advisor.inputs.policy import Objective
+from advisor.inputs.wrapped import ShownAsText
 from advisor.search.cache import SearchCache
 from advisor.search.ranking import tie_limit_s
 from engines.plan import PartialPlan, Plan
 from profiles.record import Record
 
-if TYPE_CHECKING:
-    from advisor.inputs.wrapped import Wrapped
 
-
-class WhyNot(Record):
+class WhyNot(ShownAsText, Record):
     """Answer to "why not this setting?": the best plan that has it, compared with the choice.
 
     `plan` and `estimate` are None if the setting is not legal.
@@ -35,11 +31,6 @@ class WhyNot(Record):
         if self.plan is not None:
             lines.append(f"  best plan with it: {self.plan}")
         return "\n".join(lines)
-
-    def __rich__(self) -> Wrapped:
-        from advisor.inputs.wrapped import Wrapped
-
-        return Wrapped(str(self))
 
 
 def why_not(decision: Decision, settings: str) -> WhyNot:

@@ -97,14 +97,6 @@ class UnitCopy:
         return args, kwargs, leaves
 
 
-def specimens(
-    model: nn.Module, batch: Batch, units: Iterable[str], *, has_target: bool
-) -> Iterator[UnitCopy]:
-    """One specimen of each of `unit_kinds`, one at a time: they may be large."""
-    for kind in unit_kinds(model, batch, units, has_target=has_target):
-        yield copy_unit(model, kind)
-
-
 @dataclass(frozen=True, slots=True)
 class UnitKind:
     """Units that are alike, with a call of the first: equal classes, parameters and settings."""

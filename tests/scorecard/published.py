@@ -17,6 +17,25 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT.parent / "shared" / "data" / "measured"
 # Weight of a row in a fit and a median, by what its table says of it.
 WEIGHTS = {"high": 1.0, "medium": 0.25, "low": 0.0}
+# Measured columns, and columns derived from them: reading these would invalidate a prediction.
+MEASURED_COLUMNS = frozenset(
+    {
+        "measured_step_time_s",
+        "tokens_per_s_per_gpu",
+        "samples_per_s",
+        "tflops_per_gpu",
+        "tflops_kind",
+        "mfu_pct",
+        "hfu_pct",
+        "peak_mem_gib_per_gpu",
+        "mem_unit_published",
+        "mem_metric",
+        "oom",
+        "step_time_derived_s",
+        "reliability",
+        "notes",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from advisor.predict.rows import MEASURED_COLUMNS, TableRow
+from advisor.predict.rows import TableRow
 from profiles.errors import InputError
 from tests.scorecard import nested, table
+from tests.scorecard.published import MEASURED_COLUMNS
 from tests.scorecard.rules import load
 
 DRAWN = ["BigScience", "MosaicML", "NVIDIA", "vision_dp"]

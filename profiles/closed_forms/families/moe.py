@@ -116,7 +116,7 @@ def experts(
 
 
 def gathered(table: Array, index: Array, shape: Shape) -> Array:
-    """What `index` asks for of a table, in this shape."""
+    """Entries of a table that `index` asks for, in this shape."""
     index = table.tape.save(index)
     out = table.tape.empty(shape, table.dtype)
     table.tape.launch([table, index], [out], gathers=True, fusing=GATHER)

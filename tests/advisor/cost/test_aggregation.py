@@ -10,11 +10,11 @@ import pytest
 from advisor.cost import estimate
 from advisor.cost.aggregation import buffer_share, price, steps
 from advisor.cost.calibration import CALIBRATION
-from advisor.cost.collective import collective_s
 from engines.optional.aggregation.rounds import parts, rounds
 from engines.plan import Aggregation, Plan
 from profiles.machine.cluster import Collective
 from profiles.model.profile import ParameterShape
+from tests.advisor.cost.collectives import collective_s
 from tests.factories import chain, cpus, facts, gpus
 
 KINDS = [kind for kind in Aggregation if kind is not Aggregation.BACKEND]

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.cost import Estimate, estimate
-from advisor.cost.collective import collective_s
 from advisor.cost.communication import COMMUNICATION_ERROR, Exchange, communication_error
 from advisor.cost.compute import UnitTime, product_efficiency, size_efficiency
 from advisor.cost.replay import replay, slowdown
@@ -17,6 +16,7 @@ from profiles.errors import PlanError
 from profiles.machine.cluster import AxisFits, Collective, LinkFit, Overlap
 from profiles.provenance import Quantity, Source
 from profiles.workload.stack import TORCH, Stack
+from tests.advisor.cost.collectives import collective_s
 from tests.factories import chain, cpus, facts, gpus, transformer
 
 COUNTS = 3 * 8

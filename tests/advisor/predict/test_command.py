@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from advisor.predict.__main__ import main
-from advisor.predict.rows import MEASURED_COLUMNS
 from tests.advisor.predict.test_resolve import CELLS
+from tests.scorecard.published import MEASURED_COLUMNS
 
 COLUMNS = [
     "row_id",

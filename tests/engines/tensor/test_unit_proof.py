@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.tensor.styles import Style
-from engines.tensor.unit_copy import UnitCopy, specimens
+from engines.tensor.unit_copy import UnitCopy, copy_unit, unit_kinds
 from engines.tensor.unit_proof import prove_unit
 from tests.engines.tensor import units
 
@@ -18,8 +18,9 @@ HEADS = {"q": "column", "k": "column", "v": "column", "o": "row"}
 
 def specimen(unit: nn.Module) -> UnitCopy:
     batch = torch.randn(2, 8, units.WIDTH, generator=torch.Generator().manual_seed(3))
-    (only,) = specimens(units.Stack([unit]), batch, ["blocks.0"], has_target=False)
-    return only
+    model = units.Stack([unit])
+    (kind,) = unit_kinds(model, batch, ["blocks.0"], has_target=False)
+    return copy_unit(model, kind)
 
 
 def verdict(unit: nn.Module, styles: dict[str, str], size: int = 2) -> tuple[str, set[str]]:

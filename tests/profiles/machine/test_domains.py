@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from advisor.cost.collective import collective_s
 from profiles.errors import InputError
 from profiles.machine.cluster import Collective
 from profiles.machine.clusters import cluster_from_name, load_cluster, resolve_cluster, to_toml
+from tests.advisor.cost.collectives import collective_s
 
 
 def test_a_rack_is_18_nodes_of_four_on_one_switch() -> None:
