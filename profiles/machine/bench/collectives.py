@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 # more than the budget has time for, where the sizes that are always timed may take a third.
 IN_A_ROW_S, MOST_IN_A_ROW, COMPUTED_IN_A_ROW = 0.02, 16, 4
 ALWAYS_SHARE = 0.3
-# A link's rate is seen in messages that follow each other for this long, or this share of a budget.
-IN_A_STREAM_S, STREAM_SHARE, MOST_STREAMED = 1.0, 0.1, 256
+# A link's rate is seen in messages that follow each other for this long; those of all axes take at
+# most this share of the budget.
+IN_A_STREAM_S, STREAM_SHARE, MOST_STREAMED = 1.0, 0.25, 256
 # A step computes between its collectives. On processors that costs them: threads that send find
 # their core taken, and ranks come at different times. Some milliseconds, as between layers: the
 # product of this edge where a rank has a core, a smaller one where ranks share them.
@@ -52,13 +53,15 @@ class AxisTimes:
     """Lines of an axis, and its rate when all groups send at once.
 
     Attributes:
-        fits: latency and bus bandwidth of one group, with computation between the calls.
+        fits: latency and bus bandwidth of one group, with computation between the calls; no fit is
+            faster than the stream. What looks so is the noise of short messages, groups that took
+            turns, or a burst that a link lets pass.
         streamed_bytes_per_s: bus bandwidth of one group in all-reduces that follow each other,
-            until the last group has ended; infinite where that was not asked for.
+            until the last group has ended.
     """
 
     fits: dict[Collective, LinkFit]
-    streamed_bytes_per_s: float = math.inf
+    streamed_bytes_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +81,17 @@ class Talk:
         for by_size in self.seconds.values():
             by_size.clear()
 
-    def fits(self) -> dict[Collective, LinkFit]:
-        """The line through the medians, for each collective."""
-        return {kind: self._fit(kind) for kind in self.seconds}
+    def fits(self, streamed_bytes_per_s: float) -> dict[Collective, LinkFit]:
+        """The line through the medians, for each collective, no faster than the stream."""
+        return {kind: self._fit(kind, streamed_bytes_per_s) for kind in self.seconds}
 
-    def _fit(self, kind: Collective) -> LinkFit:
+    def _fit(self, kind: Collective, streamed_bytes_per_s: float) -> LinkFit:
         factor = kind.bus_factor(self.axis.size)
         points = [(factor * n, statistics.median(s)) for n, s in self.seconds[kind].items()]
         exact = fit(points)
         return LinkFit(
             latency_s=rounded(exact.latency_s),
-            busbw_bytes_per_s=rounded(exact.busbw_bytes_per_s),
+            busbw_bytes_per_s=rounded(min(exact.busbw_bytes_per_s, streamed_bytes_per_s)),
             relative_residual=rounded(exact.relative_residual),
         )
 
@@ -97,12 +100,11 @@ def axis_times(
     job: Job,
     axes: Sequence[BenchAxis],
     *,
-    streamed: Collection[BenchAxis] = (),
     budget_s: float,
     largest_bytes: int,
     tell: Tell,
 ) -> Mapping[BenchAxis, AxisTimes]:
-    """Time every collective on every axis, and fit each; on some also messages in a stream.
+    """Time every collective on every axis, then messages in a stream, and fit each.
 
     Rounds interleave axes, sizes and collectives, so that a disturbance of a second touches one
     sample of many. The first round climbs from size to size; an axis stops before one that would
@@ -112,8 +114,8 @@ def axis_times(
         return {}
     began = time.perf_counter()
     largest = max(largest_bytes, ALWAYS_BYTES)
-    stream_s = max(0.0, min(IN_A_STREAM_S, STREAM_SHARE * budget_s))
-    budget_s -= stream_s * len(streamed)
+    stream_s = max(0.0, min(IN_A_STREAM_S, STREAM_SHARE * budget_s / len(axes)))
+    budget_s -= stream_s * len(axes)
     messages = _Messages(job, largest, row_s=ALWAYS_SHARE * budget_s / fewest_rows(len(axes)))
 
     def spent_s() -> float:
@@ -137,12 +139,11 @@ def axis_times(
                     for kind in TIMED:
                         messages.time_once(kind, talk, count)
             used_s = spent_s()
-        times = {talk.axis: AxisTimes(talk.fits()) for talk in talks}
+        times = {}
         for talk in talks:
-            if talk.axis in streamed:
-                tell(f"{talk.axis}, a stream")
-                rate = messages.streamed_bytes_per_s(talk, stream_s)
-                times[talk.axis] = replace(times[talk.axis], streamed_bytes_per_s=rate)
+            tell(f"{talk.axis}, a stream")
+            rate = messages.streamed_bytes_per_s(talk, stream_s)
+            times[talk.axis] = AxisTimes(talk.fits(rate), rate)
         return times
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from profiles.machine.bench.axes import BenchAxis
 from profiles.machine.bench.collectives import AxisTimes
-from profiles.machine.bench.device import measured, rounded
+from profiles.machine.bench.device import measured
 from profiles.machine.cluster import Collective, Link
 
 Times = Mapping[BenchAxis, AxisTimes]
@@ -33,14 +33,9 @@ def _link(known: Link | None, times: AxisTimes, name: str, *, groups: int) -> Li
     The link carries that much; that others get less is the library's doing. Gloo (torch 2.13) makes
     of a reduce-scatter an all-reduce of which each rank keeps a part, so it reaches half; and two
     ranks that send each other large messages at once, as in a gather, may wait for one another.
-    No fit is faster than a stream of messages was: what looks so is the noise of short ones, or
-    groups that took turns.
     """
-    streamed = rounded(times.streamed_bytes_per_s)
     scaled = {
-        kind: fit.model_copy(
-            update={"busbw_bytes_per_s": groups * min(fit.busbw_bytes_per_s, streamed)}
-        )
+        kind: fit.model_copy(update={"busbw_bytes_per_s": groups * fit.busbw_bytes_per_s})
         for kind, fit in times.fits.items()
     }
     rings = [scaled[kind] for kind in RINGS]

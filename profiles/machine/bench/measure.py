@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from profiles.errors import InputError
-from profiles.machine.bench.axes import mesh_axes, tier_axes
+from profiles.machine.bench.axes import mesh_axes
 from profiles.machine.bench.collectives import (
     CPU_LARGEST_BYTES,
     GPU_LARGEST_BYTES,
@@ -74,7 +74,6 @@ def bench(
         times = axis_times(
             job,
             mesh_axes(num_nodes=nodes, devices_per_node=per_node),
-            streamed=tier_axes(num_nodes=nodes, devices_per_node=per_node),
             budget_s=budget_s - job.elapsed_s(),
             largest_bytes=max_bytes,
             tell=tell,
