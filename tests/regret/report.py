@@ -106,11 +106,19 @@ class Result(Document):
     @property
     def regret(self) -> float:
         """Of the chosen plan; infinite if it could not be run or did not fit."""
-        if self.chosen is None or self.failed_for_memory:
+        if self.chosen is None or self.failed_for_memory or not self.fitting:
             return float("inf")
         if self.best is self.chosen:
             return 0.0
         return max(0.0, self.chosen_s / self.best.step_s - 1)
+
+    @property
+    def priced_regret(self) -> float:
+        """Of the plan that was predicted fastest, in the leaf or not: `--objective time`."""
+        fastest = min(self.fitting, key=lambda row: row.predicted_s, default=None)
+        if fastest is None or fastest is self.chosen:
+            return self.regret
+        return max(0.0, fastest.step_s / self.best.step_s - 1)
 
     @property
     def noise(self) -> float:
@@ -276,6 +284,9 @@ def marks(results: Sequence[Result]) -> list[str]:
         "",
         f"regret: median {median(regrets):.1%} (mark {MEDIAN_REGRET:.0%}), worst beyond its noise"
         f" {beyond.regret - beyond.noise:.1%} of {beyond.name} (mark {WORST_REGRET:.0%})",
+        f"of the plans predicted fastest, in the leaf or not: median"
+        f" {median(result.priced_regret for result in results):.1%}, worst"
+        f" {max(result.priced_regret for result in results):.1%}",
         f"picks that failed for memory: {failed} (mark 0)",
         f"rank correlation: median {median(r.correlation for r in results):.2f}, least"
         f" {least.correlation:.2f} of {least.name} (mark {CORRELATION})",
