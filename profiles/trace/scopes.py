@@ -33,11 +33,11 @@ class Work:
     kernels: int = 0
     grouped: list[Grouped] = field(default_factory=list)
 
-    def add(self, *, flop: int, moved_bytes: int) -> None:
+    def add(self, *, flop: int, moved_bytes: int, kernels: int = 1) -> None:
         """One operation."""
         self.flop += flop
         self.moved_bytes += moved_bytes
-        self.kernels += 1
+        self.kernels += kernels
 
 
 class Attended(NamedTuple):
@@ -121,6 +121,7 @@ class Chain:
     Attributes:
         part: of the scope, that runs them; None before its first layer.
         kind: of all operations within a module; None where each operation says.
+        is_inside: a library runs them inside the products around them.
         hints: kinds of characteristic operations.
         unmade: memory that one kernel never makes.
     """
@@ -130,6 +131,7 @@ class Chain:
         "forward",
         "hints",
         "ingredients",
+        "is_inside",
         "is_scores",
         "kind",
         "part",
@@ -143,6 +145,7 @@ class Chain:
         self.scope, self.part, self.kind = scope, part, kind
         self.forward, self.backward = ChainTraffic(self), ChainTraffic(self)
         self.hints: set[FusibleKind] = set()
+        self.is_inside = False
         self.is_scores = False  # softmax of scores: attention written out
         self.saving = Saving()
         self.unmade: set[int] = set()
