@@ -42,11 +42,13 @@ class Software:
     Attributes:
         family: "megatron", "megatron-deepspeed", "deepspeed", "fsdp", "torchtitan", "foundry",
             "internevo", "nanotron", "tensorflow" or "ddp"; the key of `software.PRESETS`.
+        year: of the release, with the month as a fraction.
         recompute: "none", "selective" or "full".
         offload: "none", "optimizer" or "optimizer+params".
     """
 
     family: str
+    year: float
     stack: Stack
     recompute: str
     offload: str = "none"

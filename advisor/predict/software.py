@@ -195,7 +195,9 @@ def software_of(
     change["product_dtype"] = None if dtype in ("bfloat16", "float32") else dtype
     stack = _changed(stack, change)
     offload = row.offload if row.offload not in (None, "n") else "none"
-    return Software(family=family, stack=stack, recompute=recompute, offload=str(offload)), assumed
+    return Software(
+        family=family, year=year, stack=stack, recompute=recompute, offload=str(offload)
+    ), assumed
 
 
 def _changed(stack: Stack, change: Mapping[str, object]) -> Stack:
