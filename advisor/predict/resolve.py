@@ -107,7 +107,7 @@ def _resolve(row: TableRow) -> Setup:
         _check_network(network, layout)
     if shape is not None:
         year = year_of(row) or OVERLAP_GRADIENTS
-        drops = drops_out(row, family_of(row), year, shape.kind, gated=shape.gated)
+        drops = drops_out(family_of(row), year, shape.kind, gated=shape.gated)
         shape = shape.model_copy(update={"dropout": drops})
     software, assumed_software = software_of(
         row,

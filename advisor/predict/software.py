@@ -150,7 +150,7 @@ def software_of(
     if year is None:
         year = _usual_year(device)
         assumed.append(f"software of {year:g}")
-    stack = stack_named(row.stack) if row.stack else _preset(row, family, year, shape)
+    stack = stack_named(row.stack) if row.stack else _preset(family, year, shape)
     if row.stack is None:
         assumed.append(f"stack {stack.name}")
     change: dict[str, object] = {"is_generic": row.stack is None and _named(row) is None}
@@ -219,7 +219,7 @@ _GRACE = ("GB200", "GB300")
 _MEGATRONS = ("megatron", "megatron-deepspeed", "nemo")
 
 
-def _preset(row: TableRow, family: str, year: float, shape: TransformerShape | None) -> Stack:
+def _preset(family: str, year: float, shape: TransformerShape | None) -> Stack:
     """Return the newest preset of a family at this date."""
     name = next(preset for since, preset in PRESETS[family] if year >= since)
     if name == "nemo" and shape is not None and shape.experts:
@@ -255,7 +255,7 @@ def _attention(
 _WITHOUT_FLASH = ("V100", "P100", "P40", "GTX", "T4", "Quadro", "TITAN")
 
 
-def drops_out(row: TableRow, family: str, year: float, kind: str, *, gated: bool) -> bool:
+def drops_out(family: str, year: float, kind: str, *, gated: bool) -> bool:
     """Return True if recipes of this family use dropout."""
     classic = not gated and kind in ("dense_gpt", "bert", "t5", "moe")
     return family in _MEGATRONS and (classic or (year < FLASH_DEFAULT and not gated))

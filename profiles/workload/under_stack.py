@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost, Stretch
-from profiles.model.profile import ModelProfile, UnitCost, UnitProfile
+from profiles.model.profile import ModelProfile, UnitCost
 from profiles.model.work import AttentionCall, AttentionKernel, Fusible, FusibleKind, attention_cost
 from profiles.workload.losses import with_loss
 from profiles.workload.stack import Loss, Selective, Stack
@@ -36,7 +36,7 @@ def under_stack(model: ModelProfile, stack: Stack) -> ModelProfile:
         # Equal blocks share their costs: change them once.
         key = id(unit.costs)
         if key not in done:
-            done[key] = {kind: _unit_cost(cost, unit, stack) for kind, cost in unit.costs.items()}
+            done[key] = {kind: _unit_cost(cost, stack) for kind, cost in unit.costs.items()}
         units.append(unit.model_copy(update={"costs": done[key]}))
     changed = with_loss(units, stack.loss, chunks=stack.loss_chunks)
     return model.model_copy(update={"units": changed, "stack": stack.name})
@@ -66,7 +66,7 @@ def _changes_kernels(stack: Stack) -> bool:
     )
 
 
-def _unit_cost(cost: UnitCost, unit: UnitProfile, stack: Stack) -> UnitCost:
+def _unit_cost(cost: UnitCost, stack: Stack) -> UnitCost:
     total: _Change = {}
     kernels = [0, 0]
 

@@ -21,9 +21,7 @@ REDUCING: Cell = (
 NORMAL_JOINED, REDUCING_JOINED = (0, 3, 4, 6), (4, 5, 6)
 
 
-def amoebanet(
-    name: str, pixels: int, *, cells: int = 18, filters: int = 256, classes: int = 1000
-) -> Convnet:
+def amoebanet(name: str, pixels: int, *, cells: int = 18, filters: int = 256) -> Convnet:
     draft = ConvnetBuilder(pixels)
     width = filters // 4
     with draft.block("stem", draft.image):
@@ -38,7 +36,7 @@ def amoebanet(
             x, before = _cell(draft, x, before, width, is_reducing, was_reducing), x
         was_reducing = is_reducing
     with draft.block("head", x):
-        draft.linear(draft.mean(x), classes)
+        draft.classify(draft.mean(x))
     return draft.network(name)
 
 

@@ -11,6 +11,7 @@ from profiles.errors import InputError
 
 # torch keeps where a maximum was as int64 (ATen, max_pool2d_with_indices).
 POSITION_BYTES = 8
+CLASSES = 1000  # ImageNet's
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,10 @@ class ConvnetBuilder:
         out = self._map(x.channels, height, width)
         self._add(ConvnetLayer(ConvnetOp.RESIZE, x.elements, out.elements))
         return out
+
+    def classify(self, x: Map) -> None:
+        """The classifier: a linear layer over all of an image's elements."""
+        self.linear(x, CLASSES)
 
     def flat(self, x: Map) -> Map:
         """All elements as channels; nothing is computed."""

@@ -26,7 +26,7 @@ GOOGLENET = (
 )
 
 
-def inception3(name: str, pixels: int, *, classes: int = 1000) -> Convnet:
+def inception3(name: str, pixels: int) -> Convnet:
     """Szegedy et al., arXiv 1512.00567; made for 299 x 299."""
     draft = ConvnetBuilder(pixels)
     with draft.block("stem", draft.image):
@@ -51,11 +51,11 @@ def inception3(name: str, pixels: int, *, classes: int = 1000) -> Convnet:
         with draft.block(f"mixed{number}", x):
             x = run(x)
     with draft.block("head", x):
-        draft.linear(draft.dropout(draft.mean(x)), classes)
+        draft.classify(draft.dropout(draft.mean(x)))
     return draft.network(name)
 
 
-def googlenet(name: str, pixels: int, *, classes: int = 1000) -> Convnet:
+def googlenet(name: str, pixels: int) -> Convnet:
     draft = ConvnetBuilder(pixels)
     with draft.block("stem", draft.image):
         x = draft.relu(draft.norm(draft.convolution(draft.image, 64, 7, stride=2)))
@@ -75,7 +75,7 @@ def googlenet(name: str, pixels: int, *, classes: int = 1000) -> Convnet:
                     _chain(draft, after, [(pooled, 1)]),
                 )
     with draft.block("head", x):
-        draft.linear(draft.dropout(draft.mean(x)), classes)
+        draft.classify(draft.dropout(draft.mean(x)))
     return draft.network(name)
 
 

@@ -16,7 +16,7 @@ DENSENETS = {
 }
 
 
-def vgg(name: str, pixels: int, *, depth: int = 16, classes: int = 1000) -> Convnet:
+def vgg(name: str, pixels: int, *, depth: int = 16) -> Convnet:
     draft = ConvnetBuilder(pixels)
     x = draft.image
     for stage, count in enumerate(VGG_DEPTHS[depth]):
@@ -25,10 +25,10 @@ def vgg(name: str, pixels: int, *, depth: int = 16, classes: int = 1000) -> Conv
                 width = min(512, 64 * 2**stage)
                 x = draft.relu(draft.convolution(x, width, 3, bias=True))
             x = draft.pool(x, 2, stride=2)
-    return _classified(draft, x, name, (4096, 4096), classes, side=7)
+    return _classified(draft, x, name, (4096, 4096), side=7)
 
 
-def alexnet(name: str, pixels: int, *, classes: int = 1000) -> Convnet:
+def alexnet(name: str, pixels: int) -> Convnet:
     draft = ConvnetBuilder(pixels)
     with draft.block("features", draft.image):
         x = draft.relu(draft.convolution(draft.image, 64, 11, stride=4, padding=2, bias=True))
@@ -36,10 +36,10 @@ def alexnet(name: str, pixels: int, *, classes: int = 1000) -> Convnet:
         x = draft.relu(draft.convolution(draft.pool(x, 3, stride=2), 384, 3, bias=True))
         x = draft.relu(draft.convolution(x, 256, 3, bias=True))
         x = draft.pool(draft.relu(draft.convolution(x, 256, 3, bias=True)), 3, stride=2)
-    return _classified(draft, x, name, (4096, 4096), classes, side=6)
+    return _classified(draft, x, name, (4096, 4096), side=6)
 
 
-def densenet(name: str, pixels: int, *, depth: int = 121, classes: int = 1000) -> Convnet:
+def densenet(name: str, pixels: int, *, depth: int = 121) -> Convnet:
     stages, growth, width = DENSENETS[depth]
     draft = ConvnetBuilder(pixels)
     with draft.block("stem", draft.image):
@@ -57,12 +57,12 @@ def densenet(name: str, pixels: int, *, depth: int = 121, classes: int = 1000) -
             with draft.block(f"transition{stage + 1}", x):
                 x = draft.pool(draft.convolution(x, x.channels // 2, 1), 2, stride=2, mean=True)
     with draft.block("head", x):
-        draft.linear(draft.mean(x), classes)
+        draft.classify(draft.mean(x))
     return draft.network(name)
 
 
 def _classified(
-    draft: ConvnetBuilder, x: Map, name: str, widths: tuple[int, ...], classes: int, *, side: int
+    draft: ConvnetBuilder, x: Map, name: str, widths: tuple[int, ...], *, side: int
 ) -> Convnet:
     """Positions are brought to `side` x `side`, then come wide linear layers with dropout."""
     with draft.block("classifier", x):
@@ -71,5 +71,5 @@ def _classified(
         x = draft.flat(x)
         for width in widths:
             x = draft.dropout(draft.relu(draft.linear(x, width)))
-        draft.linear(x, classes)
+        draft.classify(x)
     return draft.network(name)

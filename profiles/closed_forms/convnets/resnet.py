@@ -25,7 +25,6 @@ def resnet(
     depth: int = 50,
     groups: int = 1,
     group_width: int = 64,
-    classes: int = 1000,
 ) -> Convnet:
     """Depth 18 to 152; `groups` of `group_width` channels in a block's middle (32 x 4 ...)."""
     draft = ConvnetBuilder(pixels)
@@ -42,7 +41,7 @@ def resnet(
                 sizes = (3, 3) if depth in _BASIC else (1, 3, 1)
                 x = _residual(draft, x, inner, planes * expansion, sizes, stride, groups)
     with draft.block("head", x):
-        draft.linear(draft.mean(x), classes)
+        draft.classify(draft.mean(x))
     return draft.network(name)
 
 

@@ -16,9 +16,7 @@ SIZES = {
 }
 
 
-def vit(
-    name: str, pixels: int, *, size: str = "base", patch: int = 16, classes: int = 1000
-) -> Convnet:
+def vit(name: str, pixels: int, *, size: str = "base", patch: int = 16) -> Convnet:
     """Of one of `SIZES`; positions for every patch and one for the class."""
     layers, hidden, heads = SIZES[size]
     draft = ConvnetBuilder(pixels)
@@ -35,5 +33,5 @@ def vit(
             x = draft.add(x, draft.project(wide, hidden))
     with draft.block("head", x):
         x = draft.norm(x)
-        draft.linear(Map(hidden, 1, 1, x.number), classes)
+        draft.classify(Map(hidden, 1, 1, x.number))
     return draft.network(name)

@@ -52,7 +52,7 @@ def attention(
     bias = shape.kind in ("dense_gpt", "bert")
     if shape.latent:
         width = shape.head_width + ROTARY
-        first = draft.linear(f"{path}.down", h, QUERY_LATENT + KEY_LATENT + ROTARY, rows=tokens)
+        draft.linear(f"{path}.down", h, QUERY_LATENT + KEY_LATENT + ROTARY, rows=tokens)
         draft.norm(QUERY_LATENT + KEY_LATENT, tokens, rms=True)
         draft.keep(e * tokens * (QUERY_LATENT + KEY_LATENT + ROTARY), of_product=True)
         draft.linear(f"{path}.queries", QUERY_LATENT, shape.heads * width, rows=tokens)
@@ -60,7 +60,6 @@ def attention(
         draft.keep(e * tokens * shape.heads * width, of_product=True, of_core=True)
         draft.linear(f"{path}.keys", KEY_LATENT, shape.heads * 2 * value_width, rows=tokens)
         draft.keep(e * tokens * shape.heads * (width + value_width), of_product=True, of_core=True)
-        del first
         kv_heads = shape.heads
     else:
         if cross:
@@ -121,10 +120,10 @@ def residual(draft: UnitBuilder, shape: TransformerShape, tokens: float) -> None
     )
 
 
-def dense(draft: UnitBuilder, shape: TransformerShape, *, tokens: float, path: str = "mlp") -> None:
+def dense(draft: UnitBuilder, shape: TransformerShape, *, tokens: float) -> None:
     """Norm, first product, activation, second product, residual."""
     draft.norm(shape.hidden, tokens, rms=shape.gated or shape.is_rotary)
-    feed_forward(draft, shape, shape.ffn, tokens=tokens, path=path, is_last=True)
+    feed_forward(draft, shape, shape.ffn, tokens=tokens, path="mlp", is_last=True)
     residual(draft, shape, tokens)
 
 

@@ -117,13 +117,11 @@ class UnitBuilder:
         rows: float,
         bias: bool = False,
         is_tied: bool = False,
-        same_input_as: int | None = None,
         is_last: bool = False,
-        reads_rows: float | None = None,
         pieces: tuple[int, ...] = (),
         heads: int = 1,
-    ) -> int:
-        """A product with a weight; what follows is behind this layer. Returns its position.
+    ) -> None:
+        """A product with a weight; what follows is behind this layer.
 
         Args:
             pieces: outputs that are taken apart, one after the other.
@@ -133,8 +131,7 @@ class UnitBuilder:
         place = len(self._layers)
         layer = _Layer(
             path, inputs, outputs, LayerKind.LINEAR, is_tied, bias,
-            place if same_input_as is None else same_input_as, is_last,
-            e * (reads_rows or rows) * inputs, e * rows * outputs, pieces, heads,
+            place, is_last, e * rows * inputs, e * rows * outputs, pieces, heads,
         )  # fmt: skip
         own, weight = layer.own, float(e * inputs * outputs)
         own.forward_flop, own.backward_flop = flop, 2 * flop
@@ -149,7 +146,6 @@ class UnitBuilder:
                 self.shapes[(outputs,)] += 1
         self._layers.append(layer)
         self._here = layer.after
-        return place
 
     def embedding(self, path: str, rows: int, width: int, *, tokens: float) -> None:
         e = self.e
