@@ -61,6 +61,7 @@ class Search:
         self._stages = stages
         self._weighed: dict[int, Candidate] = {}
         self._failed: set[int] = set()
+        self._played: dict[int, float] = {}
         self.usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self.usable_bytes
         self._missing = np.maximum(0.0, missing)
@@ -207,9 +208,19 @@ class Search:
 
     def _with_borders_s(self, index: int) -> float:
         """Lower bound of a row's step with its borders."""
-        wall_s, ended_s = self._stages.least_rounds_s(self.space, index)
-        rounds_s = max(wall_s, ended_s + float(self.bounds.settling_s[index]))
+        if index in self._played:
+            return self._played[index]
+        rounds_s = self._stages.least_rounds_s(self.space, index)
         return max(float(self.bounds.step_s[index]), rounds_s + float(self.bounds.besides_s[index]))
+
+    def played_s(self, index: int) -> float:
+        """Lower bound of a row's step with its rounds played: closer, and takes longer."""
+        if index not in self._played:
+            wall_s, ended_s = self._stages.played_rounds_s(self.space, index)
+            rounds_s = max(wall_s, ended_s + float(self.bounds.settling_s[index]))
+            bound = rounds_s + float(self.bounds.besides_s[index])
+            self._played[index] = max(self._with_borders_s(index), bound)
+        return self._played[index]
 
     def _may_fit(self, rows: Rows) -> Rows:
         return np.asarray(rows[self._missing[rows] == 0])
@@ -241,7 +252,10 @@ class Search:
         for place in range(len(shown) + 1):
             bound = bounds[shown[place]] if place < len(shown) else np.inf
             while waiting and waiting[0][0] <= min(bound, least[0] * (1 + ROUNDING)):
-                index = heappop(waiting)[-1]
+                _, number, index = heappop(waiting)
+                if bounds is self.bounds.step_s and index not in self._played:
+                    heappush(waiting, (self.played_s(index), number, index))
+                    continue
                 if fits and self._cannot_fit(index):
                     continue
                 candidate = self.candidate(index)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from advisor.cost.buffers import shard_degree
 from advisor.cost.memory import room_bytes, workspace_bytes
-from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments
+from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.cost.pipeline import StageTimes, play, sends_late
 from advisor.cost.shared_cores import speedup_alone
 from advisor.cost.small_collectives import small_collectives_s
@@ -32,7 +33,7 @@ from advisor.search.borders import (
     spans,
 )
 from advisor.search.cache import SearchCache
-from advisor.search.space import KINDS, Floats, Space
+from advisor.search.space import KINDS, SCHEDULES, Floats, Space
 from advisor.search.stage_segments import StageSegments, segments_of
 from engines.plan import PartialPlan, Plan, Schedule
 from profiles.machine.cluster import Collective
@@ -89,10 +90,36 @@ class StageSearch:
         ends = {*range(plan.pp)[:_FROM_EACH_END], *range(plan.pp)[-_FROM_EACH_END:]}
         return max(peak_of_rank(self._costs, plan, layout, rank).high_bytes for rank in ends)
 
-    def least_rounds_s(self, space: Space, index: int) -> tuple[float, float]:
-        """Lower bounds of a row's rounds with its borders, and of sums of tied gradients and small
-        collectives after them: seconds until all is over, and until the average rank is done; zeros
-        if nothing is known."""
+    def least_rounds_s(self, space: Space, index: int) -> float:
+        """Lower bound of a row's rounds with its borders; 0 if nothing is known.
+
+        A rank begins when the first microbatch has passed the stages before its own, and then works
+        on all of a round. Unless weight gradients come later, it ends with a backward of its first
+        stage, whose gradient then passes the stages before it.
+        """
+        if space.pp[index] == 1 or self._pinned:
+            return 0.0
+        borders, schedule = self._best_borders(space, index), SCHEDULES[space.schedule[index]]
+        assert schedule is not None
+        stages, ranks = len(borders.forward_s), int(space.pp[index])
+        in_round, rounds = int(space.microbatches[index]), int(space.accumulation[index])
+        if schedule is Schedule.NAIVE:
+            in_round, rounds = 1, in_round * rounds
+        before = list(accumulate(borders.forward_s, initial=0.0))
+        if schedule not in SPLITS_BACKWARD:
+            backward = accumulate(borders.backward_s, initial=0.0)
+            before = [forward + back for forward, back in zip(before, backward, strict=True)]
+        slowest = 0.0
+        for rank in range(ranks):
+            own = stages_of(schedule, rank, ranks=ranks, stages=stages)
+            busy = sum(borders.forward_s[stage] + borders.backward_s[stage] for stage in own)
+            slowest = max(slowest, before[own[0]] + in_round * busy)
+        return slowest * rounds
+
+    def played_rounds_s(self, space: Space, index: int) -> tuple[float, float]:
+        """Lower bounds of a row's rounds, played in the schedule's order, and of sums of tied
+        gradients and small collectives after them: seconds until all is over, and until the average
+        rank is done; zeros if nothing is known."""
         if space.pp[index] == 1 or self._pinned:
             return 0.0, 0.0
         plan, borders = self.plan(space, index), self._best_borders(space, index)

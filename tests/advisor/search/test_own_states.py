@@ -100,6 +100,7 @@ def test_no_estimate_is_below_its_bound_and_the_preferred_plan_equals_brute_forc
         assert stages.least_peak_bytes(search.space, index) <= high, str(plan)
         assert search.bounds.step_s[index] <= step_s, str(plan)
         assert search.with_borders(index)[0] <= step_s, str(plan)
+        assert search.played_s(index) <= step_s, str(plan)
     fitting = [candidate for candidate in every if candidate.fits]
     assert search.preferred(search.rows) == (preferred(fitting, Policy()) if fitting else None)
     for candidate in every[first::SPACING]:

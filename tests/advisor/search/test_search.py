@@ -132,6 +132,7 @@ def assert_bounded(
         rounding = ROUNDING * cost.step_s
         assert bounds.step_s[index] <= cost.step_s + rounding, str(candidate.plan)
         assert search.with_borders(index)[0] <= cost.step_s + rounding, str(candidate.plan)
+        assert search.played_s(index) <= cost.step_s + rounding, str(candidate.plan)
 
 
 MIXTURE = profile_from_config(
