@@ -9,12 +9,22 @@ import pytest
 
 from engines.tensor.rules import proposed_styles
 from tests.contract.hybrids import PLANS, Compared, compared, subject_of
+from tests.nightly import nightly
 
+# What others of the plans do together with more, or on microbatches.
+SELDOM = (
+    "ZeRO-1", "ZeRO-2", "HSDP", "TP by tokens", "TP, recompute", "TP + DP", "TP + ZeRO-3",
+    "PP + DP", "PP + ZeRO-1", "PP + ZeRO-2", "PP + ZeRO-3", "PP (GPipe) + ZeRO-3", "PP + HSDP",
+    "PP + TP", "PP + TP + ZeRO-1", "PP + TP + ZeRO-3", "PP + TP + HSDP", "EP + DP",
+    "EP + ZeRO-1, recompute", "PP + EP + DP", "PP + EP + ZeRO-3", "TP by tokens + EP + ZeRO-1",
+)  # fmt: skip
 # Scratch of a few bytes a token: which row of a table is here, the logit of a row's class.
 ACTIVATIONS_WITHIN = 0.02
 
 
-@pytest.fixture(scope="module", params=PLANS)
+@pytest.fixture(
+    scope="module", params=[*(name for name in PLANS if name not in SELDOM), *nightly(*SELDOM)]
+)
 def compared_ranks(request: pytest.FixtureRequest) -> list[Compared]:
     """Of the first and the last stage; `python -m tests.contract.table` shows those between."""
     subject = subject_of(request.param)

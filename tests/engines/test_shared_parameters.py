@@ -14,7 +14,7 @@ from tests.engines.cases import Case, profile_of
 from tests.engines.parity import local_rows, reference_loss, relative, spread
 from tests.engines.shared_parameters import OUTSIDE
 from tests.matrix.cell import TOLERANCE
-from tests.nightly import nightly
+from tests.nightly import half
 from tests.workers import Pool
 
 ROWS = 8
@@ -56,7 +56,7 @@ EACH = [(name, plan) for name in OUTSIDE for plan in PLANS]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "plan"), [*EACH[::2], *nightly(*EACH[1::2])])
+@pytest.mark.parametrize(("name", "plan"), half(EACH, of=3))
 def test_loss_and_gradients_are_those_of_one_process(name: str, plan: str, pool: Pool) -> None:
     for loss, gradient in pool.run(_errors, name, plan, world_size=PLANS[plan]):
         assert loss < TOLERANCE

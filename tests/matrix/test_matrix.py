@@ -41,7 +41,7 @@ def ranks() -> Iterator[Pool]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("row", half(tenth()))
+@pytest.mark.parametrize("row", half(tenth(), of=3))
 def test_a_model_trains_like_one_process_or_is_refused(ranks: Pool, row: str) -> None:
     before = Results.load(RESULTS).by_place()
     for cell in cells_of(row, tenth()[row], ranks):

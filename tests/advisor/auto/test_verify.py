@@ -106,8 +106,24 @@ def test_what_cannot_be_verified_is_refused_before_ranks_start(
     assert said in result.stderr
 
 
+def _on_a_rank(folder: Path) -> tuple[int, str]:
+    words = ["verify", f"{SUBJECTS}:of_one_rank", "--plan", "dp_replicate=2"]
+    result = CliRunner().invoke(cli, [*words, "--exit-code", str(folder / "exit-code")])
+    return result.exit_code, result.output
+
+
+@pytest.mark.dist
+def test_the_ranks_of_the_command_say_once_what_differs(pool: Pool, tmp_path: Path) -> None:
+    ended = pool.run(_on_a_rank, tmp_path, world_size=2)
+    assert [code for code, _ in ended] == [0, 0]
+    said = "".join(text for _, text in ended)
+    assert said.count("does NOT train like one process") == 1
+    assert (tmp_path / "exit-code").read_text() == "1"
+
+
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_starts_its_ranks_and_ends_without_a_traceback(tmp_path: Path) -> None:
     said = "does NOT train like one process"
     words = ["verify", f"{SUBJECTS}:of_one_rank", "--plan", "dp_replicate=2"]

@@ -47,11 +47,9 @@ def test_the_best_plan_with_stages_and_split_layers_is_a_row_where_the_tree_name
     shown = [decision.plan, *(other.plan for other in decision.alternatives)]
     rows = [plan for plan in shown if plan.pp > 1 and plan.tp > 1]
     assert rows
-    every = [
-        candidate
-        for candidate in weigh(legal_plans(whole, PartialPlan()), CostModel(whole), Policy())
-        if candidate.plan.pp > 1 and candidate.plan.tp > 1 and candidate.fits
-    ]
+    legal = legal_plans(whole, PartialPlan())
+    both = [plan for plan in legal if plan.pp > 1 and plan.tp > 1]
+    every = [each for each in weigh(both, CostModel(whole), Policy()) if each.fits]
     of_leaf = [c for c in every if in_leaf(c.plan, decision.trace)]
     # Of many plans those in 1F1B, as published runs take.
     plain = [c for c in of_leaf if len(every) < 64 or c.plan.schedule == "1f1b"]

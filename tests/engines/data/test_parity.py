@@ -36,7 +36,7 @@ MODELS = ("gpt", "tied-frozen-unused", "resnet-group-norm")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("model", "plan"), half(product(MODELS, PLANS)))
+@pytest.mark.parametrize(("model", "plan"), half(product(MODELS, PLANS), of=3))
 def test_plan_trains_like_one_process(pool: Pool, model: str, plan: str) -> None:
     _check(pool, model, plan)
 

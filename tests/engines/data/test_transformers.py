@@ -13,7 +13,7 @@ from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.capture.batch import Batch
 from profiles.capture.batch_rows import batch_size
-from profiles.capture.capture import capture
+from tests.captured import captured
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import local_rows
 from tests.nightly import half
@@ -40,7 +40,7 @@ def difference(name: str, plan: str, *, ranks: int = 2) -> float:
     parallel = apply_plan(
         model,
         Plan.parse(plan),
-        profile=capture(model, batch, name=name),
+        profile=captured(name, model, batch, name=name),
         cluster=cpu_ranks(ranks),
     )
     parallel.forward_backward(local_rows(parallel, batch, batch_size(batch)))

@@ -10,7 +10,7 @@ import torch
 from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.capture.batch_rows import split_rows
-from profiles.capture.capture import capture
+from tests.captured import captured
 from tests.engines.cases import cpu_ranks
 from tests.workers import Pool
 
@@ -50,7 +50,7 @@ def difference(name: str, text: str) -> tuple[float, float]:
         share = reference(**piece).loss / plan.forwards
         share.backward()
         loss += share.detach()
-    profile = capture(model, batch, name=name)
+    profile = captured(name, model, batch, name=name)
     parallel = apply_plan(model, plan, profile=profile, cluster=cpu_ranks(plan.world_size))
     actual = parallel.forward_backward(batch)
     got = parallel.full_gradients()

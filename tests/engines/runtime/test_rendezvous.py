@@ -94,7 +94,7 @@ leave_world()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "restarts"), [(2, 2), *nightly((4, 1))])
+@pytest.mark.parametrize(("ranks", "restarts"), [(2, 1), *nightly((2, 2), (4, 1))])
 def test_a_job_whose_ranks_are_killed_comes_back_under_plain_torchrun(
     tmp_path: Path, ranks: int, restarts: int
 ) -> None:

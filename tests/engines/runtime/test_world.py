@@ -80,7 +80,7 @@ def _one_rank_raises(plan: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", [KINDS[0], HSDP, *nightly(*KINDS[1:])])
+@pytest.mark.parametrize("plan", [HSDP, *nightly(*KINDS)])
 def test_a_failure_reaches_the_other_ranks_in_bounded_time(pool: Pool, plan: str) -> None:
     size = Plan.parse(plan).world_size
     results = pool.run(_one_rank_raises, plan, world_size=size, timeout_s=30)

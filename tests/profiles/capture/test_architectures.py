@@ -14,7 +14,7 @@ from tests.profiles.capture.measured import measure
 
 pytest.importorskip("transformers")
 
-from tests.nightly import nightly
+from tests.nightly import half
 from tests.zoo import ARCHITECTURES
 
 # What is kept, relative to a real run. Experts get what rows the router gives them, which is not
@@ -37,7 +37,7 @@ def saved_bytes(profile: ModelProfile) -> float:
     return sum(cost.activation_bytes.at(profile.samples) for cost in costs)
 
 
-@pytest.mark.parametrize("name", [*[*ARCHITECTURES][::2], *nightly(*[*ARCHITECTURES][1::2])])
+@pytest.mark.parametrize("name", half(ARCHITECTURES, of=3))
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_captured_flop_and_activations_equal_those_of_a_real_run(name: str) -> None:
     model, profile = captured(name)
@@ -49,7 +49,7 @@ def test_captured_flop_and_activations_equal_those_of_a_real_run(name: str) -> N
     assert profile.has_loss
 
 
-@pytest.mark.parametrize("name", [*[*ARCHITECTURES][1::2], *nightly(*[*ARCHITECTURES][::2])])
+@pytest.mark.parametrize("name", half(ARCHITECTURES, of=3, first=1))
 @pytest.mark.filterwarnings("ignore")
 def test_a_capture_with_substituted_blocks_equals_one_of_every_block(name: str) -> None:
     model, profile = captured(name)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from profiles.capture.capture import capture
+from tests.nightly import half
 from tests.profiles.capture.odd import modes, states, streams
 from tests.profiles.capture.odd.chain import ROWS, WIDTH
 
@@ -34,7 +35,7 @@ def _cases() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 CASES = dict(_cases())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", half(CASES))
 def test_similar_blocks_that_differ_are_captured_one_by_one(case: str) -> None:
     random.seed(0)
     model, sample = CASES[case](), torch.randn(ROWS, WIDTH)

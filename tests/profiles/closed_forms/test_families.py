@@ -63,7 +63,7 @@ def captured(config: Config, samples: int, numerics: tuple[Numerics, ...]) -> Mo
     return capture(model.train(), batch, numerics=numerics, name="model")
 
 
-@pytest.mark.parametrize("name", half(CONFIGS))
+@pytest.mark.parametrize("name", half(CONFIGS, of=3))
 def test_a_config_gives_what_capture_of_its_model_gives(name: str) -> None:
     config = CONFIGS[name]
     numerics = tuple(Numerics) if name in ONE_OF_EACH else (Numerics.AS_BUILT,)
