@@ -9,14 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from click.testing import CliRunner
 
 from advisor.cli.main import cli
+from profiles.machine.bench import bench, collectives
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import resolve_cluster
 from profiles.provenance import Source
+from tests.workers import Pool
 
 # One command; a shorter bench than a user's.
 PROGRAM = """
@@ -81,15 +84,25 @@ def torchrun(folder: Path, name: str, words: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "program.py").write_text(PROGRAM)
-    torchrun(folder, "first", PLAN)
-    for bench in (folder / "cache/parallel-advisor").iterdir():
-        bench.unlink()
     torchrun(folder, "bench", ["probe", "--bench"])
     torchrun(folder, "again", PLAN)
+    pool.run(_advise, folder, "first", PLAN, world_size=2)
     return folder
+
+
+def _advise(folder: Path, name: str, words: list[str]) -> None:
+    """`advise WORDS` on a rank that was started before, without an earlier bench."""
+    cache = mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder / "empty"))
+    costs = mock.patch.multiple(collectives, COMPUTED_EDGE=64)
+    shorter = mock.patch.dict(bench.__kwdefaults__, budget_s=1.0, max_bytes=2**20)
+    with cache, costs, shorter:
+        result = CliRunner().invoke(cli, words)
+    place = f"{folder / name}{os.environ['RANK']}"
+    Path(f"{place}.out").write_text(result.stdout)
+    Path(f"{place}.err").write_text(f"{result.stderr}{result.exit_code}\n")
 
 
 @pytest.fixture
