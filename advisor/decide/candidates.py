@@ -10,7 +10,7 @@ from advisor.inputs.facts import Facts, captured
 from advisor.inputs.policy import Policy
 from advisor.search.cache import SearchCache
 from advisor.search.legal import Styles, expert_degrees, space_of, styles_of
-from advisor.search.search import Search
+from advisor.search.search import Rows, Search
 from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Space
 from advisor.search.stages import StageSearch
 from engines.legality import Problem, problems
@@ -46,10 +46,18 @@ def searched(
     offload: Offload = Offload.NONE,
     styles: Styles | None = None,
     is_long: bool | None = None,
+    among: tuple[Space, Rows] | None = None,
 ) -> Search:
-    """Return a search over the plans of `legal_plans`, for the facts of `cache`."""
+    """Return a search over the plans of `legal_plans`, for the facts of `cache`.
+
+    Args:
+        among: a space that differs in what is not searched, and rows of it: only these are
+            searched, unless the spaces have other rows.
+    """
     cache = cache.under(partial)
     space = cache.space(partial, offload=offload, styles=styles, is_long=is_long)
+    if among is not None and space.has_rows_of(among[0]):
+        space = space.part(among[1])
     return Search(cache, policy, space, StageSearch(cache, partial, policy))
 
 

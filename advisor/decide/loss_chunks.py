@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from advisor.cost import CostModel
+from advisor.cost.memory import upper_end
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.inputs.stacks import is_of_engines
+from advisor.search.bounds import ROUNDING
 from advisor.search.ranking import Candidate, beats, smallest_first
+from advisor.search.search import Rows, Search
 from engines.legality import problems
 from engines.plan import Offload, PartialPlan, Plan, Recompute
+from profiles.model.affine import Affine
 from profiles.units import format_gib
 from profiles.workload.losses import head_of
 
@@ -47,17 +53,36 @@ def may_pay(winner: Candidate | None, costs: CostModel, policy: Policy) -> bool:
     )
     if not pays_for_memory and policy.objective is not Objective.MEMORY:
         return False
-    return _logits_bytes(plan, costs) > _WORTH_A_SEARCH * policy.usable_bytes(device)
+    if plan.microbatch_size is None:
+        return False
+    logits_bytes = _logits(plan, costs).at(plan.microbatch_size / (plan.tp * plan.cp))
+    return logits_bytes > _WORTH_A_SEARCH * policy.usable_bytes(device)
 
 
-def _logits_bytes(plan: Plan, costs: CostModel) -> float:
-    """Bytes that the loss keeps and takes for a microbatch's backward."""
+def _logits(plan: Plan, costs: CostModel) -> Affine:
+    """Bytes that the loss keeps and takes for a backward, of a rank's samples."""
     units = costs.facts.model.units
-    if head_of(units) is None or plan.microbatch_size is None:
-        return 0.0
+    if head_of(units) is None:
+        return Affine()
     cost = units[-1].cost(costs.numerics(plan))
-    per_rank = plan.microbatch_size / (plan.tp * plan.cp)
-    return cost.activation_bytes.at(per_rank) + cost.backward_transient_bytes.at(per_rank)
+    return cost.activation_bytes + cost.backward_transient_bytes
+
+
+def promising(whole: Search, winner: Candidate, costs: CostModel, policy: Policy) -> Rows:
+    """Rows of a search with whole logits that may beat `winner` with a chunked loss.
+
+    Chunks cost time, and save at most the logits: a row is out whose lower bound of the step is not
+    faster by more than a tie, or whose lower bound of the peak is too high by more than that.
+    """
+    space, bounds, device = whole.space, whole.bounds, costs.facts.cluster.device
+    limit_s = winner.estimate.step_s / (1 + policy.simplicity_margin)
+    is_fast = bounds.step_s * (1 - ROUNDING) < limit_s
+    logits = _logits(winner.plan, costs)
+    per_rank = space.microbatch_size / space.cp
+    saved = logits.fixed + logits.per_sample * per_rank
+    saved = upper_end(saved, device, doubtful=saved) - upper_end(0.0, device)
+    may_fit = bounds.peak_high_bytes * (1 - ROUNDING) - saved <= whole.usable_bytes
+    return np.flatnonzero(is_fast & may_fit)
 
 
 def is_better(chunked: Candidate, winner: Candidate | None, policy: Policy) -> bool:

@@ -125,19 +125,23 @@ def chunk_loss(deciding: Deciding) -> None:
     if not is_open or not loss_chunks.may_pay(winner, costs, policy):
         return
     degrees = [winner.plan.ep] if winner else expert_degrees(costs.facts, partial)
-    searches = [
-        searched(
-            deciding.cache,
-            partial.fixing(loss_chunks=LOSS_CHUNKS, **({"ep": ep} if ep > 1 else {})),
-            policy,
-            styles=deciding.styles,
-        )
-        for ep in degrees
-    ]
+    searches = [_chunked_search(deciding, ep) for ep in degrees]
     taken = _preferred(searches, policy, deciding.trace)
     if taken is not None and loss_chunks.is_better(taken.winner, winner, policy):
         deciding.searches += searches
         deciding.winner, deciding.fastest = taken.winner, taken.fastest
+
+
+def _chunked_search(deciding: Deciding, ep: int) -> Search:
+    """Search the plans with a chunked loss; of them those that may beat the winner, if it is known
+    which rows they are."""
+    winner, policy, costs = deciding.winner, deciding.policy, deciding.costs
+    partial = deciding.partial.fixing(loss_chunks=LOSS_CHUNKS, **({"ep": ep} if ep > 1 else {}))
+    among = None
+    if winner is not None and policy.objective is not Objective.MEMORY:
+        whole = next(search for search in deciding.searches if search.space.ep == ep)
+        among = whole.space, loss_chunks.promising(whole, winner, costs, policy)
+    return searched(deciding.cache, partial, policy, styles=deciding.styles, among=among)
 
 
 def offload_where_nothing_fits(deciding: Deciding) -> None:

@@ -54,7 +54,11 @@ class SearchCache:
         costs = self.costs.under(partial)
         if costs is self.costs:
             return self
-        return self._others.setdefault(costs.stack.name, SearchCache(costs))
+        name = costs.stack.name
+        if name not in self._others:
+            self._others[name] = SearchCache(costs)
+            self._others[name]._styles = self._styles  # settings change no sequence parallelism
+        return self._others[name]
 
     def is_too_long(self, partial: PartialPlan, styles: Styles | None) -> bool:
         """See `advisor.search.legal.is_too_long`; `styles` follow from the profile by default."""

@@ -135,6 +135,12 @@ class Space:
         """Expert-parallel degree of all rows."""
         return self.common.ep or 1
 
+    def has_rows_of(self, other: Space) -> bool:
+        """Return True if both have the same rows, in the same order."""
+        return len(self) == len(other) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in COLUMNS
+        )
+
     def part(self, rows: Integers) -> Space:
         """Subspace of these rows."""
         return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})

@@ -114,7 +114,10 @@ class StageSearch:
             own = stages_of(schedule, rank, ranks=ranks, stages=stages)
             busy = sum(borders.forward_s[stage] + borders.backward_s[stage] for stage in own)
             slowest = max(slowest, before[own[0]] + in_round * busy)
-        return slowest * rounds
+        # Ranks that share cores are faster while others wait, but the cores do all of the work.
+        work = in_round * (sum(borders.forward_s) + sum(borders.backward_s))
+        alone = speedup_alone(self._costs.facts.cluster)
+        return rounds * max(slowest / alone, work / ranks)
 
     def played_rounds_s(self, space: Space, index: int) -> tuple[float, float]:
         """Lower bounds of a row's rounds, played in the schedule's order, and of sums of tied
@@ -134,8 +137,7 @@ class StageSearch:
             microbatches=in_round,
             waits=sends_late(plan.schedule) or not self._costs.overlaps,
         )
-        # Ranks that share cores are faster while others wait, but the cores do all of the work.
-        alone = speedup_alone(self._costs.facts.cluster)
+        alone = speedup_alone(self._costs.facts.cluster)  # as in `least_rounds_s`
         wall_s = max(played.wall_s / alone, sum(played.busy_s) / plan.pp)
         ends = [end / alone for end in played.end_s]
         ends_s = [end + tied for end, tied in zip(ends, self._tied_s(plan), strict=True)]

@@ -158,6 +158,7 @@ KNOWN = (
             "num_heads": 128,
             "num_layers": 24,
             "vocab_size": 32128,
+            "decoder_start_token_id": 0,
         },
         _EIGHT,
         2048,

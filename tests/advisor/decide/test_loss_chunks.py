@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from advisor.decide.choose import choose
@@ -41,6 +43,20 @@ def test_chunks_are_taken_where_whole_logits_cost_time(memory_gib: float) -> Non
     assert decision.plan == choose(whole, partial=PartialPlan.parse("loss_chunks=8")).plan
     without = choose(whole, partial=PartialPlan.parse("loss_chunks=1"))
     assert decision.estimate.step_s < without.estimate.step_s / 1.05
+
+
+@pytest.mark.parametrize(("memory_gib", "batch"), [(11, 2), (13, 16), (16, 4), (24, 16)])
+def test_the_rows_that_are_searched_again_have_the_plan_of_a_search_of_all(
+    memory_gib: float, batch: int
+) -> None:
+    whole = on(memory_gib, batch=batch)
+    chunked = choose(whole, partial=PartialPlan.parse("loss_chunks=8"))
+    expected = chunked
+    with suppress(NoPlanError):
+        without = choose(whole, partial=PartialPlan.parse("loss_chunks=1"))
+        if without.estimate.step_s <= 1.05 * chunked.estimate.step_s:
+            expected = without
+    assert choose(whole).plan == expected.plan
 
 
 def test_whole_logits_stay_where_there_is_room() -> None:
