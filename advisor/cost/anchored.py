@@ -41,7 +41,8 @@ def update(counted: Upkeep, cluster: ClusterProfile) -> Upkeep:
     if step is None or step.update == 1.0:
         return counted
     moved_bytes, flop = step.update * counted.moved_bytes, step.update * counted.flop
-    return replace(counted, moved_bytes=moved_bytes, flop=flop)
+    operations = step.update * counted.operations
+    return replace(counted, moved_bytes=moved_bytes, flop=flop, operations=operations)
 
 
 def waiting_s(plan: Plan, cluster: ClusterProfile, *, computing_s: float) -> float:

@@ -51,12 +51,14 @@ def assemble(
         host_overhead_s=host_s,
     )
     step_s = time.total
-    # The update is always a roofline.
+    launch_doubt = anchored.launch_error(facts.cluster)
+    # The update is always a roofline; on a processor, launches tensor by tensor.
+    update_doubt = anchored.update_error(facts.cluster, dtype)
+    if device.kind == "cpu":
+        update_doubt = max(update_doubt, launch_doubt)
     computed = busy.compute_s + busy.recompute_s
     working = computed + update_s
-    doubt = computing.error * computed + anchored.update_error(facts.cluster, dtype) * update_s
-    compute_doubt = doubt / working
-    launch_doubt = anchored.launch_error(facts.cluster)
+    compute_doubt = (computing.error * computed + update_doubt * update_s) / working
     sent_doubt = min(1.0, anchored.communication_error(plan, facts.cluster))
     waiting = working + idle_s + straggling_s
     assert plan.microbatch_size is not None

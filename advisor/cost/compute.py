@@ -7,9 +7,9 @@ from math import hypot, log
 
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.loads import Loads, ends_of
+from advisor.cost.rates import PLAIN_OPERATION, SHARD_OPERATION, operation_s
 from advisor.cost.rates import DeviceRates as Rates
 from advisor.cost.rates import matmul_fraction as matmul_fraction
-from advisor.cost.rates import operation_s
 from advisor.cost.rates import peak_flop_per_s as peak_flop_per_s
 from advisor.cost.rates import product_efficiency as product_efficiency
 from advisor.cost.rates import size_efficiency as size_efficiency
@@ -30,6 +30,10 @@ COMPUTE_ERROR = 0.15
 # repeated: 20 to 28 us beside launches of 14. Selective recompute sees every operator in a mode,
 # twice, views too, which are nearly two for a kernel: 45 to 90 us a kernel.
 HOOKS, MODES = 2, 5
+# Python code of FSDP2 (2.13) in a forward or a backward, in launches: of a unit, and of each of its
+# parameters, which are copied into a buffer and out of it, and swapped. 280 us and 28 for both, in
+# one process on a processor whose launches take 14.
+SHARD_UNIT, SHARD_TENSOR = 10, 1
 # Blocks timed alone differ from a step: their weights stay cached, and no gradients are passed on.
 # Three small GPTs on a shared CPU, forward and backward alternating with their blocks: medians of
 # 1.02, 1.07 and 1.13 of the sum.
@@ -146,11 +150,16 @@ def unit_times(
     dtype: str,
     stack: Stack = TORCH,
     calibration: Calibration = CALIBRATION,
+    is_sharded: bool = False,
 ) -> tuple[UnitTime, ...]:
-    """Seconds of one unit for every entry of `loads` on `device`."""
+    """Seconds of one unit for every entry of `loads` on `device`.
+
+    Args:
+        is_sharded: True if FSDP2 gathers and reduces the parameters of each.
+    """
     rates = Rates.of(device, dtype, stack, calibration)
     # Entries of one run differ only in count.
-    times = [_unit_time(run, recompute, rates, stack) for run in loads.runs]
+    times = [_unit_time(run, recompute, rates, stack, is_sharded=is_sharded) for run in loads.runs]
     return tuple(
         replace(time, count=count)
         for time, run in zip(times, loads.runs, strict=True)
@@ -243,8 +252,11 @@ def _spread(timing: UnitTiming) -> float:
     return sum(part.high_s - part.low_s for part in parts) / (2 * median) if median else 0.0
 
 
-def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack) -> UnitTime:
+def _unit_time(
+    unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack, *, is_sharded: bool
+) -> UnitTime:
     device = rates.device
+    hooks = shard_launches(unit) if is_sharded else 0.0
 
     def multiplying(*, forward: bool) -> tuple[float, float]:
         """Seconds of all products and attention, and their bytes."""
@@ -282,12 +294,12 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
         moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
         busy += max(0.0, moved - charged) / rates.bandwidth
         kernels = unit.forward_kernels if forward else unit.backward_kernels
-        return busy, launching(busy, kernels)
+        return busy, launching(busy, kernels + hooks)
 
     def repeated(busy: float) -> tuple[float, float]:
         """Seconds of a forward again; the host's work hides behind the whole backward too."""
         kernels: float = unit.forward_kernels + unit.backward_kernels
-        kernels += checkpoint_launches(unit, recompute, stack)
+        kernels += hooks + checkpoint_launches(unit, recompute, stack)
         behind = launching(backward[0] + busy, kernels) - backward[1]
         return busy, max(behind, launching(busy, unit.forward_kernels))
 
@@ -328,6 +340,11 @@ def _unit_time(unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack)
 _PRODUCTS_OF_ATTENTION = 2
 
 
+def shard_launches(unit: UnitLoad) -> float:
+    """Host work of FSDP2's hooks in a forward or a backward, in launches."""
+    return unit.is_separate * (SHARD_UNIT + SHARD_TENSOR * unit.tensors)
+
+
 def checkpoint_launches(unit: UnitLoad, recompute: Recompute, stack: Stack) -> float:
     """Host work of torch.utils.checkpoint beside the kernels it repeats, in launches."""
     if stack.compiled or stack.recomputes_whole:
@@ -339,13 +356,19 @@ def checkpoint_launches(unit: UnitLoad, recompute: Recompute, stack: Stack) -> f
 def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> float:
     """Update of a rank's parameters, on the host if states are offloaded.
 
-    It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones.
+    It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones. A
+    processor updates tensor by tensor, which takes the host longer than a small tensor's bytes; an
+    accelerator's lists of tensors do not.
     """
     if plan.offload.states and device.kind != "cpu":
         return update.moved_bytes / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
     moving = update.moved_bytes / CALIBRATION.bandwidth_bytes_per_s(device)
     reached = peak_flop_per_s(device, "bfloat16").value * matmul_fraction(device)
-    return moving + update.flop / reached
+    host_s = 0.0
+    if device.kind == "cpu":
+        operation = SHARD_OPERATION if plan.data_parallel.is_sharded else PLAIN_OPERATION
+        host_s = update.operations * operation * device.launch_s.value
+    return moving + update.flop / reached + host_s
 
 
 def compute_error(device: Device, dtype: str) -> float:

@@ -211,7 +211,8 @@ class CostContext:
         `loads` are all units of the plan, or some neighbours of them.
         """
         share = added_share(plan)
-        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan), share)
+        is_sharded = plan.data_parallel.is_sharded
+        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan), share, is_sharded)
         if key not in self._computing:
             self._computing[key] = self._timed(plan, loads)
         return self._computing[key]
@@ -220,7 +221,7 @@ class CostContext:
         model, cluster = self.facts.model, self.facts.cluster
         device, dtype = cluster.device, self.dtype(plan)
 
-        def timed(some: Loads) -> tuple[UnitTime, ...]:
+        def timed(some: Loads, *, is_sharded: bool = False) -> tuple[UnitTime, ...]:
             return unit_times(
                 some,
                 recompute=plan.recompute,
@@ -228,9 +229,12 @@ class CostContext:
                 dtype=dtype,
                 stack=self.stack,
                 calibration=self.calibration,
+                is_sharded=is_sharded,
             )
 
-        times = timed(loads)
+        # The host of an accelerator runs ahead of it, and of small units too.
+        has_hooks = device.kind == "cpu" and self.stack.states is None
+        times = timed(loads, is_sharded=has_hooks and plan.data_parallel.is_sharded)
         error = anchored.compute_error(cluster, dtype)
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
         kind = self.numerics(plan)

@@ -38,6 +38,9 @@ NARROW_BYTES = 4
 # has a module's call, a node of autograd and its backward: 3 us of 14 (torch 2.13; `add_` in a
 # loop, the operations of PowerSGD's hook).
 PLAIN_OPERATION = 0.2
+# Of one on a DTensor: it goes through torch's dispatcher in Python (torch 2.13: AdamW's nine
+# operations take 25 us a parameter, of shards 122).
+SHARD_OPERATION = 0.95
 
 
 def peak_flop_per_s(device: Device, dtype: str) -> Quantity:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from advisor.cost import CostModel
 from advisor.decide import async_updates, gradient_comm
 from advisor.decide.comparison import Kind, best_of, compare, is_hybrid, kind, shape, title
-from advisor.decide.decide import decide
+from advisor.decide.decide import Choice, decide
 from advisor.decide.decision import Alternative, Decision, runner_up
 from advisor.decide.infeasible import no_plan
 from advisor.decide.reasons import reasons
@@ -55,7 +55,17 @@ def choose(
         policy=policy,
         partial=partial,
         reasons=tuple(
-            reasons(winner, choice.pool, cache.costs, policy, trace, partial, second, weighed)
+            reasons(
+                winner,
+                choice.pool,
+                cache.costs,
+                policy,
+                trace,
+                partial,
+                second,
+                weighed,
+                choice.overruled,
+            )
         ),
         trace=trace,
         fastest_s=fastest_s,
@@ -63,7 +73,7 @@ def choose(
         weighed=choice.total,
         estimated=choice.estimated,
         rejected=choice.rejected,
-        dissent=_dissent(winner, choice.fitting, policy, trace),
+        dissent=_dissent(winner, choice, policy, trace),
         offers=tuple(offer(faster, winner) for faster in choice.offered),
     )
 
@@ -136,20 +146,22 @@ def _shown(
     return tuple(other for other in others if other in shown)
 
 
-def _dissent(
-    winner: Candidate, fitting: Sequence[Candidate], policy: Policy, trace: TreeTrace
-) -> str | None:
-    """Describe the fastest plan outside the tree's leaf, if it beats the winner by more than a
+def _dissent(winner: Candidate, choice: Choice, policy: Policy, trace: TreeTrace) -> str | None:
+    """Describe the fastest plan outside the tree's leaf, if it beats the tree's by more than a
     tie."""
-    outside = [c for c in fitting if not in_leaf(c.plan, trace)]
-    if policy.objective is not Objective.TREE or not outside:
-        return None
-    fastest = min(outside, key=fastest_first)
-    if not beats(fastest, winner, policy):
-        return None
-    gain = winner.estimate.step_s - fastest.estimate.step_s
+    preferred, fastest = choice.overruled, winner
+    ending = "it is taken, as speed and links were timed here"
+    if preferred is None:
+        outside = [c for c in choice.fitting if not in_leaf(c.plan, trace)]
+        if policy.objective is not Objective.TREE or not outside:
+            return None
+        preferred, fastest = winner, min(outside, key=fastest_first)
+        ending = "`--objective time` takes it"
+        if not beats(fastest, winner, policy):
+            return None
+    gain = preferred.estimate.step_s - fastest.estimate.step_s
     return (
-        f"{title(fastest.plan)} is predicted {format_percent(gain / winner.estimate.step_s)} faster"
-        f" ({format_seconds(fastest.estimate.step_s)}) although the tree passes it over:"
-        " `--objective time` takes it"
+        f"{title(fastest.plan)} is predicted {format_percent(gain / preferred.estimate.step_s)}"
+        f" faster ({format_seconds(fastest.estimate.step_s)}) although the tree passes it over:"
+        f" {ending}"
     )

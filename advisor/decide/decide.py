@@ -34,6 +34,7 @@ class Choice:
         total: number of plans weighed, most by bounds only; `estimated` of them exactly.
         rejected: number of plans that each rule leaves out.
         kinds: a plan of every kind that was weighed, without stages.
+        overruled: the plan that the tree prefers, if the winner is faster and outside its leaf.
         offered: plans faster than the winner that change the training and were not allowed.
     """
 
@@ -47,6 +48,7 @@ class Choice:
     estimated: int
     rejected: dict[str, int]
     kinds: Sequence[Plan]
+    overruled: Candidate | None = None
     offered: tuple[Candidate, ...] = ()
 
 
@@ -63,7 +65,8 @@ def decide(
     """Choose the plan for these facts; deterministic.
 
     Every legal plan is weighed, most by lower bounds (`advisor.search`). Of the families of the
-    tree's leaf, the fastest plan that fits is taken, and on a tie the simplest. Offload is used
+    tree's leaf, the fastest plan that fits is taken, and on a tie the simplest; of all families, if
+    the machines were timed and another one is faster beyond its range. Offload is used
     only if nothing fits without it: `advisor.decide.offload`.
 
     Args:
@@ -99,7 +102,7 @@ def _choice_of(deciding: Deciding) -> Choice:
     weighed = deciding.weighed
     fitting = [c for c in weighed if c.fits]
     of_leaf = [c for c in fitting if in_leaf(c.plan, trace)]
-    follows = deciding.follows_tree and bool(of_leaf)
+    follows = deciding.follows_tree and bool(of_leaf) and deciding.overruled is None
     if follows and winner is not None and winner not in of_leaf and not winner.plan.updates_in_step:
         of_leaf.append(winner)
     step_s = winner.estimate.step_s if winner is not None else 0.0
@@ -114,5 +117,6 @@ def _choice_of(deciding: Deciding) -> Choice:
         estimated=sum(len(search.weighed) for search in searches),
         rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
         kinds=[plan for search in searches for plan, _ in search.kinds()],
+        overruled=deciding.overruled,
         offered=tuple(offer for offer in deciding.offered if offer.estimate.step_s < step_s),
     )

@@ -35,6 +35,7 @@ def reasons(
     partial: PartialPlan,
     second: Alternative | None,
     weighed: Sequence[Candidate] = (),
+    overruled: Candidate | None = None,
 ) -> Iterator[str]:
     """Yield the need of the states, the path through the tree, and the case for this plan.
 
@@ -42,13 +43,14 @@ def reasons(
         pool: the plans that fit, of which the winner was taken.
         second: the runner-up, as a row of the table.
         weighed: all plans, also those that do not fit.
+        overruled: the plan that the tree prefers, if the winner is faster and outside its leaf.
     """
     facts = costs.facts
     yield _states_reason(winner, facts, policy)
     yield from offload.reason(winner, weighed)
     for step in trace.steps[1:]:
         yield f"{step.question} {_capitalised(step.answer)}: {step.because}"
-    yield _leaf_reason(winner, policy, trace, partial)
+    yield _leaf_reason(winner, policy, trace, partial, overruled)
     yield from _stages_reason(winner)
     yield from _split_reason(winner, facts)
     if not gradient_comm.is_usual(winner.plan):
@@ -96,13 +98,26 @@ def _states_reason(winner: Candidate, facts: Facts, policy: Policy) -> str:
     return sentence
 
 
-def _leaf_reason(winner: Candidate, policy: Policy, trace: TreeTrace, partial: PartialPlan) -> str:
+def _leaf_reason(
+    winner: Candidate,
+    policy: Policy,
+    trace: TreeTrace,
+    partial: PartialPlan,
+    overruled: Candidate | None,
+) -> str:
     advice = f"The tree says: {trace.advice}"
     if trace.not_weighed:
         advice += f" (not weighed yet: {', '.join(trace.not_weighed)})"
     if policy.objective is not Objective.TREE:
         wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
         return f"{advice}; the {wanted} plan of all was asked for"
+    if overruled is not None:
+        best, ours = overruled.estimate.step_s, winner.estimate.step_high_s
+        return (
+            f"{advice}; but speed and links were timed here, and its best plan,"
+            f" {title(overruled.plan)}, is predicted {format_seconds(best)}, which is more than the"
+            f" upper end of this one's range, {format_seconds(ours)}"
+        )
     if not in_leaf(winner.plan, trace):
         if not winner.plan.updates_in_step:
             return f"{advice}; asynchronous or periodic updates were allowed"

@@ -56,6 +56,7 @@ class Deciding:
         nearest: if nothing fits, estimate the plans that exceed memory by least.
         winner: the plan taken so far; None if nothing fits.
         fastest: the fastest plan of those the winner was taken from; ties are within its margin.
+        overruled: the plan that the tree prefers, if a faster one outside its leaf was taken.
         built: plans that are rows of no search.
         offered: faster plans that change the training and were not allowed.
         open_kinds: kinds whose best plan would take too long to find.
@@ -71,6 +72,7 @@ class Deciding:
     searches: list[Search]
     winner: Candidate | None = None
     fastest: Candidate | None = None
+    overruled: Candidate | None = None
     built: list[Candidate] = field(default_factory=list)
     offered: list[Candidate] = field(default_factory=list)
     open_kinds: set[Kind] = field(default_factory=set)
@@ -236,10 +238,13 @@ def compare_hybrids(deciding: Deciding) -> None:
 def look_outside_leaf(deciding: Deciding) -> None:
     """Find the fastest plan that the tree passes over, if it beats the winner by more than a tie.
 
-    Other kinds may stay open in the comparison; this one is a plan that must not be missed.
+    Other kinds may stay open in the comparison; this one is a plan that must not be missed. On
+    machines that were timed it is taken if it is faster beyond the range of its estimate: the tree
+    is advice for machines in general.
     """
     winner, trace = deciding.winner, deciding.trace
-    if winner is None or not deciding.compares or not deciding.follows_tree:
+    is_timed = deciding.costs.facts.cluster.is_timed
+    if winner is None or not (deciding.compares or is_timed) or not deciding.follows_tree:
         return
     # A plan that beats the winner takes less than this.
     below_s = winner.estimate.step_s / (1 + deciding.policy.simplicity_margin)
@@ -249,8 +254,14 @@ def look_outside_leaf(deciding: Deciding) -> None:
         faster = search.fastest(outside, below_s=below_s)
         if faster is not None:
             fastest, below_s = faster, faster.estimate.step_s
-    if fastest is not None:
-        deciding.open_kinds -= {kind(fastest.plan)}
+    if fastest is None:
+        return
+    deciding.open_kinds -= {kind(fastest.plan)}
+    if is_timed and fastest.estimate.step_high_s < winner.estimate.step_s:
+        taken = _preferred_of([(s, s.rows) for s in deciding.searches], deciding.policy)
+        assert taken is not None
+        deciding.winner, deciding.fastest = taken.winner, taken.fastest
+        deciding.overruled = winner
 
 
 def choose_gradient_comm(deciding: Deciding) -> None:

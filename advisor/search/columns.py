@@ -142,6 +142,7 @@ class Columns:
 
         def seconds(tp: int, shards: int, sharded: int) -> float:
             plan, update = self._plan(tp, shards, sharded), self.upkeep(tp, shards, sharded)
+            plan = plan.model_copy(update={"data_parallel": SHARDED_AS[sharded]})
             ranks = cluster.devices_per_node
             return optimizer_s(plan, update, device=cluster.device, ranks=ranks)
 

@@ -314,6 +314,11 @@ class ClusterProfile(Document):
         return parts
 
     @property
+    def is_timed(self) -> bool:
+        """True if speed and links were measured on these machines."""
+        return set(self.sources.values()) == {Source.MEASURED}
+
+    @property
     def link_in_rank(self) -> Link | None:
         """Between the devices of one rank, where it has several."""
         return self.parts.intra if self.parts is not None else None

@@ -28,7 +28,8 @@ class Upkeep:
     Attributes:
         name: of the optimizer.
         flop: matrix products, in bf16.
-        loop_bytes: temporaries of a step tensor by tensor, as on CPUs.
+        operations: of a step tensor by tensor, as on CPUs; a shard of a tensor takes as many.
+        loop_bytes: temporaries of such a step.
         list_bytes: of the step that torch takes on accelerators: foreach where there is one.
     """
 
@@ -36,6 +37,7 @@ class Upkeep:
     state_bytes: float
     moved_bytes: float
     flop: float
+    operations: float
     loop_bytes: float
     list_bytes: float
 
@@ -46,11 +48,15 @@ class Upkeep:
             state_bytes=share * self.state_bytes,
             moved_bytes=share * self.moved_bytes,
             flop=share * self.flop,
+            operations=self.operations,
             loop_bytes=share * self.loop_bytes,
             list_bytes=share * self.list_bytes,
         )
 
 
+# Bytes that an operation of an optimizer moves per element: most read two fp32 numbers, or write
+# one of them. AdamW's 84 bytes are 9 operations.
+PASS_BYTES = 9
 _ADAM = {"loop_copies": 2.0, "lingering_copies": 1.0, "list_copies": 1.0}
 _WHOLE = "{} looks at a whole matrix at a time, and a shard holds some of its rows"
 
@@ -134,6 +140,8 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
         InputError: the state follows shapes, and the profile of the model has none.
     """
     units = [unit for unit in units if unit.trainable_parameters]
+    tensors = sum(count for unit in units for _, count in _tensor_bytes(unit))
+    operations = tensors * optimizer.moved_bytes_per_element / PASS_BYTES
     if optimizer.units is not None:
         measured = [optimizer.units[unit.name] for unit in units if unit.name in optimizer.units]
         working = (optimizer.working_bytes or 0.0) / shards
@@ -142,11 +150,12 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
             state_bytes=sum(unit.state_bytes for unit in measured) / shards,
             moved_bytes=sum(unit.moved_bytes for unit in measured) / shards,
             flop=sum(unit.flop for unit in measured) / shards,
+            operations=operations,
             loop_bytes=working,
             list_bytes=working,
         )
     if optimizer.law is Law.ELEMENTWISE:
-        return _elementwise(optimizer, units, shards)
+        return _elementwise(optimizer, units, shards, operations)
     steps = [
         (step, shape.count)
         for unit in units
@@ -160,6 +169,7 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
         state_bytes=sum(count * step.state_bytes for step, count in steps),
         moved_bytes=sum(count * step.moved_bytes for step, count in steps),
         flop=sum(count * step.flop for step, count in steps),
+        operations=operations,
         loop_bytes=_loop_bytes(steps),
         list_bytes=max(
             _loop_bytes(looped), sum(count * (step.list_bytes or 0.0) for step, count in listed)
@@ -167,7 +177,9 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
     )
 
 
-def _elementwise(optimizer: OptimizerProfile, units: Sequence[UnitProfile], shards: int) -> Upkeep:
+def _elementwise(
+    optimizer: OptimizerProfile, units: Sequence[UnitProfile], shards: int, operations: float
+) -> Upkeep:
     """Bytes of the parameters are all that counts: gradients have as many."""
     total = sum(unit.gradient_bytes for unit in units) / shards
     sizes: Counter[float] = Counter()
@@ -181,6 +193,7 @@ def _elementwise(optimizer: OptimizerProfile, units: Sequence[UnitProfile], shar
         state_bytes=total / FP32_BYTES * optimizer.state_bytes_per_element,
         moved_bytes=total / FP32_BYTES * optimizer.moved_bytes_per_element,
         flop=0.0,
+        operations=operations,
         loop_bytes=loop,
         list_bytes=loop if copies is None else copies * total,
     )

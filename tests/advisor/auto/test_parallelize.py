@@ -156,8 +156,9 @@ def test_two_ranks_measure_decide_and_train_together(pool: Pool) -> None:
     assert text == other
     assert (first, last) == (other_first, other_last)
     assert last < first
-    assert (rank, other_rank) == (0, 1)
-    assert Decision.from_json(text).facts.cluster.intra is not None
+    decision = Decision.from_json(text)
+    assert (rank, other_rank) == ((0, 1) if decision.plan.data_degree == 2 else (0, 0))
+    assert decision.facts.cluster.intra is not None
 
 
 @pytest.mark.dist

@@ -11,11 +11,13 @@ from advisor.decide.comparison import title
 from advisor.decide.tree import in_leaf
 from advisor.decide.walk import walk
 from advisor.inputs.facts import Facts
-from advisor.inputs.policy import Policy
+from advisor.inputs.policy import Objective, Policy
 from advisor.search.cache import SearchCache
 from advisor.search.legal import Styles, expert_degrees
 from advisor.search.ranking import beats, fastest_first, weigh
 from engines.plan import PartialPlan
+from profiles.machine.cluster import ClusterProfile
+from profiles.provenance import Quantity, Source
 from profiles.units import format_seconds
 from tests.factories import facts, gpus, small_llama
 from tests.nightly import nightly
@@ -47,8 +49,9 @@ def assert_nothing_faster_is_missed(whole: Facts, styles: Styles | None = None) 
     fitting = [c for c in weigh(plans, costs, policy) if c.fits]
     fastest = min(fitting, key=fastest_first)
     if not beats(fastest, decision.chosen, policy):
-        assert decision.dissent is None
-        return None
+        is_taken = whole.cluster.is_timed and not in_leaf(decision.plan, decision.trace)
+        assert (decision.dissent is not None) == is_taken
+        return decision.dissent
     assert not in_leaf(fastest.plan, decision.trace), "a faster plan of the leaf was not taken"
     assert decision.dissent is not None, str(fastest.plan)
     seconds = format_seconds(fastest.estimate.step_s)
@@ -73,6 +76,56 @@ def test_the_same_on_machines_that_were_benched(name: str) -> None:
         pytest.skip("the case is not in the report")
     whole = facts_of(case, result.cluster)
     assert_nothing_faster_is_missed(whole, proved_styles(case, whole))
+
+
+def as_timed(cluster: ClusterProfile) -> ClusterProfile:
+    """The same rates, as if a bench had measured them."""
+
+    def timed(quantity: Quantity) -> Quantity:
+        return quantity.model_copy(update={"source": Source.MEASURED})
+
+    links = {
+        name: link.model_copy(update={"bandwidth_bytes_per_s": timed(link.bandwidth_bytes_per_s)})
+        for name in ("intra", "inter")
+        if (link := getattr(cluster, name)) is not None
+    }
+    device = cluster.device
+    device = device.model_copy(update={"matmul_fraction": timed(device.matmul_fraction)})
+    return cluster.model_copy(update={"device": device, **links})
+
+
+def test_the_tree_is_followed_unless_its_own_machines_were_timed() -> None:
+    """Replicas over slow links take three times a pipeline's step: said of a data sheet's rates,
+    taken on measured ones."""
+    known = QUESTIONS["DDP over slow links"]
+    advised = choose(known)
+    timed = choose(known.model_copy(update={"cluster": as_timed(known.cluster)}))
+    by_time = choose(known, policy=Policy(objective=Objective.TIME))
+    assert in_leaf(advised.plan, advised.trace)
+    assert advised.dissent is not None
+    assert advised.dissent.endswith("`--objective time` takes it")
+    assert not in_leaf(timed.plan, timed.trace)
+    assert timed.estimate.step_high_s < advised.estimate.step_s
+    assert timed.estimate.step_s <= 1.05 * by_time.estimate.step_s
+    assert timed.dissent is not None
+    assert timed.dissent.endswith("it is taken, as speed and links were timed here")
+    assert any(title(advised.plan) in reason for reason in timed.reasons)
+
+
+def test_the_tree_is_followed_where_the_gain_is_inside_the_range() -> None:
+    """A pipeline that is twice as fast, of a speed that may be half of what was measured."""
+    cluster = as_timed(gpus(2, 2, inter_bytes_per_s=25e9))
+    doubt = {
+        name: getattr(cluster.device, name).model_copy(update={"relative_error": 0.95})
+        for name in ("matmul_fraction", "launch_s")
+    }
+    device = cluster.device.model_copy(update=doubt)
+    rough = cluster.model_copy(update={"device": device})
+    taken, cautious = (choose(facts(SMALL, each, batch=8)) for each in (cluster, rough))
+    assert not in_leaf(taken.plan, taken.trace)
+    assert in_leaf(cautious.plan, cautious.trace)
+    assert cautious.dissent is not None
+    assert cautious.dissent.endswith("`--objective time` takes it")
 
 
 def test_a_leaf_holds_the_rows_whose_own_plans_belong_to_it() -> None:
