@@ -255,8 +255,9 @@ def auto_parallelize(
         on_nonfinite: "stop", "skip" or "ignore", for losses and gradients that are nan or inf; see
             `apply_plan`.
         check_replicas_every: steps between two comparisons of replicas' parameters; 0: never.
-        timeout_s: limit of every wait for another rank, by default ten minutes: for the job, for
-            rank 0's decision, and in each exchange of a step. The error names missing ranks.
+        timeout_s: limit of every wait for another rank: for the job, for rank 0's decision, and in
+            each exchange of a step. By default ten minutes, and in a step 20 times the longest one
+            measured or predicted, at least a minute. The error names missing ranks.
         offload_folder: see `apply_plan`. If given, offload to its files is considered when nothing
             else fits.
         stack: as for `advise`, if our engines run it: "torch" or "torch-compiled", which is
@@ -350,6 +351,7 @@ def auto_parallelize(
     warn_of_risks(decision, ranks=world.size, is_loaded=is_deferred)
     parallel.decision = decision
     parallel.next_plan = NextPlans(decision, learns=learns)
+    parallel.step_bound.predicted_s = decision.estimate.step_s
     if world.rank == 0:
         log.info("plan: %s", decision.plan)
         dims = decision.facts.model.batch_dims

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from advisor.decide.decision import Decision
 from engines.apply import Proofs
 from engines.plan import PartialPlan
-from engines.runtime.failures import first_failure, wait_for_key
+from engines.runtime.failures import wait_for_key, why_absent
 from engines.runtime.world import World, require_same
 from profiles.errors import InputError, RankError
 from profiles.record import json_object
@@ -53,9 +53,9 @@ def from_rank_zero(
             raise
         store.set(key, f"plan {proofs.model_dump_json()}\n{decision.to_json()}")
         return decision, proofs
-    if not wait_for_key(store, key, timeout_s=world.timeout_s):
+    if not wait_for_key(store, key, rank=0, timeout_s=world.timeout_s):
         raise RankError(
-            first_failure() or f"rank 0 did not decide within {world.timeout_s:.0f} s",
+            why_absent(0) or f"rank 0 did not decide within {world.timeout_s:.0f} s",
             where=f"rank {world.rank} of {world.size}",
             hints=["look at the output of rank 0"],
         )

@@ -40,12 +40,14 @@ from engines.parallel.interop import InteropMixin
 from engines.parallel.monitoring import MonitoringMixin
 from engines.parallel.naming import NamingMixin
 from engines.parallel.recovery import RecoveryMixin
-from engines.plan import Plan
+from engines.plan import Aggregation, Plan
+from engines.runtime.activity import activity
 from engines.runtime.heartbeat import start_heartbeat
 from engines.runtime.learning_rate import Rates
 from engines.runtime.mesh import Mesh
 from engines.runtime.rank_times import RankTimer
 from engines.runtime.shared_rng import SharedRng
+from engines.runtime.step_bound import StepBound
 from engines.runtime.steps import Steps
 from engines.runtime.world import World, rank_error_context
 from engines.state.checkpoint.objects import Stateful
@@ -94,6 +96,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: this rank's part of the data, of how many.
         steps: times of `train_step`.
+        step_bound: how long ranks wait for each other in a step, by these times.
         offload_pool: the memory outside the device that the plan takes for activations, for states
             of whole parameters or for files, and how much of it; None where it takes none.
     """
@@ -143,6 +146,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self.data_rank = self._exchange.replica
         self.data_world_size = self._exchange.replicas
         self.steps = Steps(plan, profile, world)
+        self.step_bound = StepBound(self.steps, job or world, is_compiled=plan.compile)
         self._rates = Rates(optimizer)
         self._own = RankTimer(module, plan, profile, world)
         self._profile = profile
@@ -190,6 +194,9 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             experts=experts.names if experts is not None else (),
             every=check_replicas_every,
         )
+        # Stages, and aggregation by hand: their ranks do not send equally many messages.
+        axes = [mesh.pp, *([] if plan.aggregation is Aggregation.BACKEND else [mesh.replicas])]
+        self._uneven_groups = [axis.group for axis in axes if axis.group is not None]
         self._is_pending = False
         self._is_unchecked = False
         optimizer.register_step_pre_hook(self._before_update)
@@ -288,7 +295,9 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         """
         self._require_own_batch()
         self._require_ready()
-        return self._redone(lambda: self._forward_backward(batch))
+        bound_s = self.step_bound.next_s()
+        with activity.in_step(self.step + 1, bound_s=bound_s, uneven=self._uneven_groups):
+            return self._redone(lambda: self._forward_backward(batch))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         with self._own.synchronised():

@@ -21,6 +21,8 @@ from profiles.torch_compat import default_store, every_group
 from profiles.torch_compat.gloo import reconnect_groups
 
 LOOK_EVERY_S = 5.0
+LEFT, ENDED = "left", "ended"
+"""Last words of a rank under its `alive_key`: it left the group, or its process ends."""
 _FAILED = "advisor/failed"
 _LOST = "advisor/lost/"
 _SHORT = "advisor/short of memory/"
@@ -91,8 +93,13 @@ def abort_groups(error: BaseException) -> None:
     if is_shortage(error):
         announce_shortage()  # all ranks may agree to go on
     elif not is_lost_contact(error):
-        publish_failure(f"rank {dist.get_rank()} failed: {_line(error)}")
+        publish_error(error)
     close_all_connections()
+
+
+def publish_error(error: BaseException) -> None:
+    """Publish `error` as the failure of this rank."""
+    publish_failure(f"rank {dist.get_rank()} failed: {_line(error)}")
 
 
 def publish_failure(line: str, store: dist.Store | None = None) -> None:
@@ -150,16 +157,42 @@ def close_all_connections() -> None:
         _close_connections(group)
 
 
-def wait_for_key(store: dist.Store, key: str, *, timeout_s: float) -> bool:
-    """Wait until `key` is set; False when the time is up, or a rank's failure was published."""
+def alive_key(rank: int) -> str:
+    """The key under which a rank gives signs of life."""
+    return f"advisor/alive/{rank}"
+
+
+def wait_for_key(store: dist.Store, key: str, *, rank: int, timeout_s: float) -> bool:
+    """Wait until `rank` has set `key`; False when the time is up, when its process has ended
+    without, or when a rank's failure was published."""
     deadline = time.monotonic() + timeout_s
     while (left := deadline - time.monotonic()) > 0:
         with suppress(RuntimeError):
             store.wait([key], timedelta(seconds=min(left, LOOK_EVERY_S)))
             return True
-        if left > LOOK_EVERY_S and first_failure(store):
+        if left > LOOK_EVERY_S and why_absent(rank, store):
+            with suppress(RuntimeError):
+                return store.check([key])
             return False
     return False
+
+
+def has_ended(rank: int, store: dist.Store) -> bool:
+    """True if the process of `rank` ended in order, and said so."""
+    with suppress(RuntimeError):
+        return store.check([alive_key(rank)]) and store.get(alive_key(rank)).decode() == ENDED
+    return False
+
+
+def why_absent(rank: int, store: dist.Store | None = None) -> str:
+    """The reason why `rank` does not come any more; empty where it may only be late.
+
+    Args:
+        store: the connection to use, the default group's unless said.
+    """
+    if failure := first_failure(store):
+        return failure
+    return f"rank {rank} has ended" if has_ended(rank, store or default_store()) else ""
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
@@ -208,9 +241,9 @@ def all_ranks_succeed(doing: str, *, timeout_s: float) -> Iterator[None]:
         raise
     store.set(f"{key}{rank}", "")
     for other in range(size):
-        if not wait_for_key(store, f"{key}{other}", timeout_s=timeout_s):
+        if not wait_for_key(store, f"{key}{other}", rank=other, timeout_s=timeout_s):
             raise RankError(
-                first_failure() or f"rank {other} did not answer within {timeout_s:.0f} s",
+                why_absent(other) or f"rank {other} did not answer within {timeout_s:.0f} s",
                 where=f"rank {rank} of {size}, {doing}",
             )
         failure = store.get(f"{key}{other}").decode()
@@ -226,3 +259,12 @@ def _line(error: BaseException) -> str:
     """Type and first line."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Name ascending ranks: "rank 1", "ranks 0-2", "ranks 0, 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))

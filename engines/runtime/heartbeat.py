@@ -1,29 +1,55 @@
-"""Signs of life: a rank that is stopped, or whose node is gone, ends the job within a minute.
+"""Signs of life: ranks that are stopped, gone, late in a step, or at their end.
 
-A collective waits as long as its group's timeout, ten minutes by default, since a rank may have
-good reasons to be late: it evaluates, or writes a file. A rank that is stopped has none. Each rank
-counts up a key of the rendezvous store from a thread, and watches the next rank's. Where that
-stands still, the rank publishes it as the job's failure; ranks that read of a failure close their
-connections, so that all raise.
+Each rank publishes what it does under a key of the rendezvous store, from a thread, and watches the
+next rank's key. Where that stands still, the rank is stopped or its node is gone. A rank that waits
+in a step for longer than its bound says so, and the first rank looks which one is late. Either is
+published as the job's failure; ranks that read of a failure close their connections, so that all
+raise.
+
+A rank that is late between two steps is named, and waited for up to the job's own time limit: it
+may evaluate, or write a file.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
+import logging
+import os
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from types import TracebackType
 
 import torch.distributed as dist
 
-from engines.runtime.failures import close_all_connections, first_failure, publish_failure
+from engines.runtime.activity import Activity, activity, late_ranks
+from engines.runtime.failures import (
+    ENDED,
+    LEFT,
+    alive_key,
+    close_all_connections,
+    first_failure,
+    name_ranks,
+    publish_error,
+    publish_failure,
+)
+from profiles.errors import RankError
 from profiles.torch_compat import default_store, is_tcp, second_line
+from profiles.units import format_seconds
+
+log = logging.getLogger(__name__)
 
 EVERY_S = 2.0
 SILENT_S = 45.0
 """Much longer than a thread waits for Python's lock, or a loaded machine for a core."""
-_ALIVE = "advisor/alive/"
-_LEFT = "left"
+LOOK_EVERY_S = 10.0
+"""Between two looks at the ranks of a step that stands still."""
+LAST_WORDS_S = 5.0
+"""For other ranks to end too, where this process runs the store that they ask."""
+_WAITING = "advisor/waiting"
 _current: Heartbeat | None = None
 
 
@@ -31,10 +57,13 @@ class Heartbeat:
     """The thread of this rank; ends with its process group."""
 
     def __init__(self, store: dist.Store, *, rank: int, size: int) -> None:
-        self._store, self._rank, self._next = store, rank, (rank + 1) % size
+        self._store, self._rank, self._size = store, rank, size
+        self._next = (rank + 1) % size
         self._group = dist.group.WORLD
+        self._looked = float("-inf")
+        self._named: tuple[int | None, list[int]] = None, []
         self._ended = threading.Event()
-        store.set(f"{_ALIVE}{rank}", "0")  # from now on the rank before watches this one
+        store.set(alive_key(rank), "0")  # from now on the rank before watches this one
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -42,10 +71,26 @@ class Heartbeat:
         """True if it beats for this default group."""
         return self._group is group and self._thread.is_alive()
 
-    def end(self) -> None:
+    def end(self, word: str = LEFT) -> None:
         """Tell the others that this rank is done, and stop."""
         self._ended.set()
         self._thread.join(timeout=EVERY_S)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(alive_key(self._rank), word)
+
+    def outlive(self) -> None:
+        """Wait a moment for the other ranks to end, where they ask the store of this process."""
+        if self._rank or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        deadline = time.monotonic() + LAST_WORDS_S
+        beating = [alive_key(rank) for rank in range(1, self._size)]
+        with contextlib.suppress(RuntimeError):
+            while beating and time.monotonic() < deadline:
+                is_known = self._store.check(beating[-1:])
+                if not is_known or self._store.get(beating[-1]).decode() in (LEFT, ENDED):
+                    beating.pop()
+                else:
+                    time.sleep(0.05)
 
     def _run(self) -> None:
         beats, seen = 0, ""
@@ -55,29 +100,80 @@ class Heartbeat:
             now, before = time.monotonic(), last
             last = now
             if now - before > SILENT_S / 2:
-                since = (
-                    now  # this rank stood still itself: all may have, in a job that was suspended
-                )
+                # This rank stood still itself: all may have, in a job that was suspended.
+                since = now
+                activity.wait_anew()
             try:
-                self._store.set(f"{_ALIVE}{self._rank}", str(beats))
+                own = activity.now()
+                self._store.set(alive_key(self._rank), f"{beats} {own.model_dump_json()}")
+                self._look(own)
                 latest = seen
-                if self._store.check([f"{_ALIVE}{self._next}"]):
-                    latest = self._store.get(f"{_ALIVE}{self._next}").decode()
+                if self._store.check([alive_key(self._next)]):
+                    latest = self._store.get(alive_key(self._next)).decode()
                 problem = f"rank {self._next} shows no sign of life: it is stopped, or its node is"
                 problem += " gone"
             except RuntimeError:
                 latest, problem = seen, "the rendezvous store does not answer"
             if latest != seen or not seen:  # not seen: the next rank does not beat yet
                 seen, since = latest, now
-            elif seen != _LEFT and now - since > SILENT_S:
-                publish_failure(f"{problem} (for {SILENT_S:.0f} s)", self._store)
+            elif seen not in (LEFT, ENDED) and now - since > SILENT_S:
+                place = f"; it was {known}" if (known := _activity_of(seen)) else ""
+                publish_failure(f"{problem} (for {SILENT_S:.0f} s){place}", self._store)
                 close_all_connections()
                 return
             if first_failure(self._store):
                 close_all_connections()  # this rank may wait for one that will never come
                 return
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"{_ALIVE}{self._rank}", _LEFT)
+        if not self._ended.is_set():  # the group was destroyed, and the process goes on
+            with contextlib.suppress(RuntimeError):
+                self._store.set(alive_key(self._rank), LEFT)
+
+    def _look(self, own: Activity) -> None:
+        """Say that this rank waits too long; on the first rank, look which one is late."""
+        if own.is_waiting:
+            self._store.set(_WAITING, "")
+        now = time.monotonic()
+        if self._rank or now - self._looked < LOOK_EVERY_S or not self._store.check([_WAITING]):
+            return
+        self._looked = now
+        self._store.delete_key(_WAITING)
+        ranks = dict(self._activities())
+        late = late_ranks(ranks)
+        waiting = [rank for rank, each in ranks.items() if each.is_waiting and rank not in late]
+        if not late or not waiting:
+            return
+        text = _lateness(ranks, late, waiting)
+        if all(ranks[rank].step is not None for rank in late):
+            publish_failure(text, self._store)
+        elif self._named != (named := (ranks[waiting[0]].step, late)):
+            self._named = named
+            log.warning("%s", text)
+
+    def _activities(self) -> Iterator[tuple[int, Activity]]:
+        for rank in range(self._size):
+            if self._store.check([alive_key(rank)]):
+                known = _activity_of(self._store.get(alive_key(rank)).decode())
+                if known is not None:
+                    yield rank, known
+
+
+def _activity_of(beat: str) -> Activity | None:
+    """The activity in a beat; None in the first one and in last words."""
+    _, _, text = beat.partition(" ")
+    return Activity.model_validate(json.loads(text)) if text else None
+
+
+def _lateness(ranks: dict[int, Activity], late: list[int], waiting: list[int]) -> str:
+    """Say who waits for whom, since when, and where the late rank is."""
+    first, slowest = ranks[late[0]], ranks[waiting[0]]
+    lines = [
+        f"{name_ranks(late)} {'is' if len(late) == 1 else 'are'} late:"
+        f" {name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} {slowest}, for"
+        f" {format_seconds(slowest.stood_s)} of at most {format_seconds(slowest.bound_s)}; rank"
+        f" {late[0]} is {first}",
+        *(f"  {line}" for line in first.stack),
+    ]
+    return "\n".join(lines)
 
 
 def start_heartbeat() -> None:
@@ -93,14 +189,36 @@ def start_heartbeat() -> None:
     store = default_store()
     if is_tcp(store):
         _current = Heartbeat(second_line(store), rank=dist.get_rank(), size=dist.get_world_size())
+        if sys.excepthook is not _with_last_words:
+            global _hook_before
+            _hook_before, sys.excepthook = sys.excepthook, _with_last_words
 
 
-def end_heartbeat() -> None:
-    """Stop beating: the process ends, or leaves the job."""
+def end_heartbeat(word: str = LEFT) -> None:
+    """Stop beating: the rank leaves the job."""
     global _current
     heartbeat, _current = _current, None
     if heartbeat is not None:
-        heartbeat.end()
+        heartbeat.end(word)
 
 
-atexit.register(end_heartbeat)
+def _end_with_process() -> None:
+    heartbeat = _current
+    end_heartbeat(ENDED)
+    if heartbeat is not None:
+        heartbeat.outlive()
+
+
+def _with_last_words(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print the error that ends this process, then tell it to the other ranks."""
+    _hook_before(kind, error, trace)
+    if _current is not None and not isinstance(error, RankError):
+        sys.stderr.flush()
+        publish_error(error)
+        close_all_connections()
+
+
+_hook_before = sys.excepthook
+atexit.register(_end_with_process)

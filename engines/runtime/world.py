@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from engines.plan import Plan
-from engines.runtime.failures import first_failure, has_store, roll_call, wait_for_key
+from engines.runtime.activity import activity
+from engines.runtime.failures import first_failure, has_store, roll_call, wait_for_key, why_absent
 from engines.runtime.failures import is_lost_contact as is_lost_contact
+from engines.runtime.failures import name_ranks as name_ranks
 from engines.runtime.heartbeat import end_heartbeat
 from engines.runtime.rendezvous import attempt_store
 from profiles.errors import InputError, PlanMismatchError, RankError
@@ -99,7 +101,8 @@ def rank_error_context(doing: str) -> Iterator[None]:
         RankError: names the rank that is gone or did not answer; torch's own error is the cause.
     """
     try:
-        yield
+        with activity.doing(doing):
+            yield
     except RuntimeError as error:
         if not is_lost_contact(error):
             raise
@@ -183,13 +186,13 @@ def texts_of_ranks(what: str, text: str, world: World) -> list[str]:
     for rank in range(world.size):
         # Once the wait for one rank timed out, the others have had the same time.
         patience_s = 1.0 if absent else world.timeout_s
-        if not wait_for_key(store, f"{key}{rank}", timeout_s=patience_s):
+        if not wait_for_key(store, f"{key}{rank}", rank=rank, timeout_s=patience_s):
             absent.append(rank)
             continue
         texts.append(store.get(f"{key}{rank}").decode())
     if absent:
         raise RankError(
-            first_failure()
+            why_absent(absent[0])
             or f"{name_ranks(absent)} did not answer within {world.timeout_s:.0f} s",
             where=f"rank {world.rank} of {world.size}, comparing the {what}",
             hints=["look at the output of the missing ranks: they failed earlier or never started"],
@@ -232,12 +235,3 @@ def _reduce(
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu" if on_cpu else world.device)
     dist.all_reduce(tensor, op=operation, group=group)
     return [float(value) for value in tensor.tolist()]
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """Name ascending ranks: "rank 1", "ranks 0-2", "ranks 0, 2"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,7 +83,20 @@ def forget_groups() -> None:
 
 def every_group() -> list[dist.ProcessGroup]:
     """The process groups that this rank is in, the default one first."""
-    return [group for group in dist.distributed_c10d._world.pg_map if group.rank() >= 0]
+    known = list(dist.distributed_c10d._world.pg_map)  # another thread may make one
+    return [group for group in known if group.rank() >= 0]
+
+
+def messages_of(group: dist.ProcessGroup) -> int:
+    """Number of collectives, sends and receives that this rank began in a group."""
+    return int(cast(Any, group)._get_sequence_number_for_group())
+
+
+def last_collective() -> str:
+    """The last collective that this process began, "gloo:all_reduce"; empty if torch kept none."""
+    recorded = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    entries = json.loads(recorded()).get("entries", ()) if recorded is not None else ()
+    return str(entries[-1]["profiling_name"]) if entries else ""
 
 
 def second_line(store: dist.Store) -> dist.Store:

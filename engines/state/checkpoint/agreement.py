@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from engines.runtime.failures import first_failure, wait_for_key
+from engines.runtime.failures import wait_for_key, why_absent
 from engines.runtime.world import World
 from profiles.errors import AdvisorError, FileError, RankError
 from profiles.torch_compat import default_store, second_line
@@ -190,9 +190,9 @@ class Results:
 
     def _wait(self, key: str, rank: int, timeout_s: float) -> Any:
         key = f"{self._key}{key}"
-        if not wait_for_key(self._store, key, timeout_s=timeout_s):
+        if not wait_for_key(self._store, key, rank=rank, timeout_s=timeout_s):
             raise RankError(
-                first_failure(self._store)
+                why_absent(rank, self._store)
                 or f"rank {rank} did not finish its part of a checkpoint within {timeout_s:.0f} s",
                 where=f"rank {self._peers.rank}, saving",
                 hints=[f"look at the output of rank {rank}"],

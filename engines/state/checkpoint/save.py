@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -115,10 +116,16 @@ def start_saving(
     """
     prefix = f"rank{peers.rank}"
     loose: dict[str, Tensor] = {}
-    encoded = {key: encode(value, f"{prefix}.{key}", loose) for key, value in own.items()}
-    values = {
-        key: encode(value, f"{prefix}.value.{key}", loose) for key, value in states.values.items()
-    }
+    own_error: AdvisorError | None = None
+    encoded, values = dict[str, Any](), dict[str, Any]()
+    try:
+        encoded = {key: encode(value, f"{prefix}.{key}", loose) for key, value in own.items()}
+        values = {
+            key: encode(value, f"{prefix}.value.{key}", loose)
+            for key, value in states.values.items()
+        }
+    except AdvisorError as error:
+        own_error = error
     tensors = states.tensors | {name: placed(tensor) for name, tensor in loose.items()}
     described = {
         "tensors": {
@@ -131,6 +138,7 @@ def start_saving(
         },
         "values": values,
         "own": encoded,
+        "failure": "" if own_error is None else _line(own_error),
     }
     every = peers.gather(described)
     folder: SaveFolder | None = None
@@ -138,11 +146,15 @@ def start_saving(
     def prepare() -> dict[str, Any]:
         nonlocal folder
         assert every is not None
+        for rank, of_rank in zip(peers.ranks, every, strict=True):
+            if of_rank["failure"]:
+                raise own_error or FileError(f"rank {rank}: {of_rank['failure']}")
         own, most_bytes = _shared_out(every, peers.ranks)
         folder = SaveFolder(root, step=options.step, ranks=peers.ranks)
         return {"partial": str(folder.partial), "own": own, "most_bytes": most_bytes}
 
-    plan = on_first(peers, prepare)
+    with _own_error_first(own_error):
+        plan = on_first(peers, prepare)
     partial, position = Path(plan["partial"]), peers.ranks.index(peers.rank)
     mine: dict[str, Tensor] = {}
     for name, number in plan["own"][position]:
@@ -153,12 +165,14 @@ def start_saving(
     results = Results(peers, partial.name)
 
     def write() -> Path:
+        own_error: BaseException | None = None
         try:
             saved = write_shard(partial / file_of(peers.rank), mine)
             sync_folder(partial)
             results.publish({"bytes": saved.bytes, "sha256": saved.sha256})
-        except (OSError, AdvisorError) as error:
-            results.publish({"failure": str(error)})
+        except BaseException as error:  # of any kind: the other ranks wait for a word
+            own_error = error
+            results.publish({"failure": _line(error)})
         if peers.leads:
             assert every is not None
             assert folder is not None
@@ -167,7 +181,7 @@ def start_saving(
             )
         end = results.hear(timeout_s=limit_s)
         if "failure" in end:
-            raise FileError(f"cannot write `{root}`: {end['failure']}")
+            raise FileError(f"cannot write `{root}`: {end['failure']}") from own_error
         return Path(end["path"])
 
     return CheckpointSave(write, background=background)
@@ -200,9 +214,9 @@ def _commit(
             for rank, result in zip(peers.ranks, written, strict=True)
         }
         target = folder.commit(_manifest(every, plan, peers, files, options, order))
-    except (OSError, AdvisorError) as error:
+    except BaseException as error:
         folder.abandon()
-        results.announce({"failure": str(error).splitlines()[0]})
+        results.announce({"failure": _line(error)})
         if isinstance(error, OSError):
             raise FileError(f"cannot write `{folder.root}`: {error}") from None
         if isinstance(error, FileError):
@@ -251,6 +265,23 @@ def _manifest(
         values=values,
         ranks=[described["own"] for described in every],
     )
+
+
+@contextmanager
+def _own_error_first(error: AdvisorError | None) -> Iterator[None]:
+    """Around what raises for an error of any rank: raise `error`, of this one, in its place."""
+    try:
+        yield
+    except AdvisorError as of_any:
+        raise error or of_any from None
+
+
+def _line(error: BaseException) -> str:
+    """The first line of an error, with its type where its text is not meant for users."""
+    first = (str(error).splitlines() or [""])[0]
+    if isinstance(error, OSError | AdvisorError) and first:
+        return first
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _versions() -> dict[str, str]:

@@ -244,3 +244,23 @@ def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
     assert leaf is not None
     assert compat.is_leaf_node(leaf)
     assert not compat.is_leaf_node(doubled.grad_fn)
+
+
+def _messages_of_two_ranks() -> list[object]:
+    group, other = dist.group.WORLD, 1 - dist.get_rank()
+    assert group is not None
+    counts = [compat.messages_of(group)]
+    dist.all_reduce(torch.ones(1))
+    counts.append(compat.messages_of(group))
+    if other:
+        dist.send(torch.ones(1), other)
+    else:
+        dist.recv(torch.ones(1), other)
+    counts.append(compat.messages_of(group))
+    dist.broadcast(torch.ones(1), 0)
+    return [counts[1] - counts[0], counts[2] - counts[1], compat.last_collective()]
+
+
+@pytest.mark.dist
+def test_messages_of_a_group_are_counted_and_the_last_one_has_a_name(pool: Pool) -> None:
+    assert pool.run(_messages_of_two_ranks, world_size=2) == [[1, 1, "gloo:broadcast"]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.plan import Plan
-from profiles.errors import FileError, ModelError
+from profiles.errors import FileError, InputError, ModelError
 from tests.engines.cases import CASES
 from tests.engines.parity import alone, local_rows, parallelize, relative
 from tests.nightly import nightly
@@ -254,3 +255,62 @@ def test_a_folder_that_cannot_be_written_fails_on_every_rank(
     first, second = pool.run(_unwritable, plan, folder, world_size=2, timeout_s=20)
     assert f"cannot write `{folder}`: Not a directory" in first
     assert f"rank 0: cannot write `{folder}`: Not a directory" in second
+
+
+class Unsavable:
+    """An object whose state is no value of a checkpoint on some rank."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+def _failing_on_one_rank(plan: str, folder: str, cause: str) -> tuple[str, list[str], float]:
+    import engines.state.checkpoint.save as saving
+
+    case, _, parallel = parallelize("gpt", plan)
+    is_bad, write = parallel._job.rank == 1, saving.write_shard
+    parallel.save(folder)
+    parallel.train_step(local_rows(parallel, case.batch(4), 4))
+    if cause == "value":
+        parallel.register(own=Unsavable(object() if is_bad else 1))
+    elif is_bad:
+        errors = {"memory": MemoryError(), "disk": OSError(28, "No space left on device")}
+
+        def fail(*args: object) -> None:
+            raise errors[cause]
+
+        saving.write_shard = fail  # type: ignore[assignment]
+    began = time.monotonic()
+    try:
+        parallel.async_save(folder).wait()
+    except (FileError, InputError) as error:
+        said = error.what
+    finally:
+        saving.write_shard = write
+    took_s = time.monotonic() - began
+    parallel.train_step(local_rows(parallel, case.batch(4), 4))  # all ranks go on together
+    return said, sorted(path.name for path in Path(folder).iterdir()), took_s
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        ("memory", "rank 1: MemoryError"),
+        ("disk", "rank 1: [Errno 28] No space left on device"),
+        ("value", "own"),
+    ],
+)
+def test_a_save_that_fails_on_one_rank_fails_on_all_at_once_and_leaves_the_older_one(
+    pool: Pool, tmp_path: Path, cause: str, said: str
+) -> None:
+    ended = pool.run(_failing_on_one_rank, "dp_shard=2", str(tmp_path), cause, world_size=2)
+    for text, names, took_s in ended:
+        assert said in text
+        assert names == ["latest", "lock", "step-00000000"]
+        assert took_s < 10
