@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.blocks.logits import whole_tensors
 from engines.pipeline.hooks import UserHooks
 from engines.pipeline.recording import (
     PART,
@@ -171,10 +172,11 @@ class Replay:
     def _value_to_send(
         self, key: Key, produced: Mapping[Key, Tensor], arrivals: Mapping[Key, Tensor]
     ) -> Tensor:
-        """A value to send, in the recorded dtype: autocast goes by lists of operations, one for
-        each kind of device, and recordings are made on a CPU."""
+        """A value to send, whole, in the recorded dtype: autocast goes by lists of operations, one
+        for each kind of device, and recordings are made on a CPU."""
         made = self._recording.made(key)
-        return _over_border((produced[key] if key in produced else arrivals[key]).to(made.dtype))
+        value: Tensor = whole_tensors(produced[key] if key in produced else arrivals[key])
+        return _over_border(value.to(made.dtype))
 
     def _is_overwritten(self, number: int, value: int) -> bool:
         return self._flow.calls[number].values[value].is_overwritten

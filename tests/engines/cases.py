@@ -188,6 +188,25 @@ class TinyLSTM(nn.Module):
         return out
 
 
+class Exits(TinyGPT):
+    """A head after the first block too: its logits are in the loss, and nothing else takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Linear(32, 61, bias=False)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x = self.blocks[0](self.embed(ids) + self.position[: ids.shape[1]])
+        early = self.early(x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return early, self.head(self.norm(x))
+
+
+def _exits_loss(logits: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    return 0.3 * token_loss(logits[0], targets) + token_loss(logits[1], targets)
+
+
 class LossInside(nn.Module):
     """Keyword arguments in, a dict with the loss out, as transformers models do."""
 
@@ -244,6 +263,7 @@ WIRINGS = {
     "unet": Case(TinyUNet, _images),
     "siamese": Case(Siamese, _images),
     "overwriting": Case(Overwriting, _images),
+    "exits": Case(Exits, _tokens, _exits_loss),
 }
 """What is awkward about these is what crosses a cut of them."""
 
