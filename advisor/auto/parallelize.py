@@ -44,7 +44,7 @@ from advisor.learning.shortages import below, failed_here
 from advisor.whatif.suggestions import with_suggestions
 from engines.apply import Proofs, apply_plan
 from engines.context.proof import SequenceProof, prove
-from engines.data.microbatches import LossWeight
+from engines.data.loss_parts import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY
 from engines.parallel import ParallelModel, SchedulerFactory
 from engines.plan import PartialPlan
@@ -235,8 +235,7 @@ def auto_parallelize(
         global_batch_size: samples per optimizer step over all ranks, the rows of the largest batch
             that the loader yields; by default the sample's, times the ranks, under every plan.
         loss_weight: number of terms in a microbatch's mean loss, for a true mean over uneven
-            microbatches. By default the targets that the loss was seen to count (those that are not
-            -100, or the `ignore_index` of the cross-entropy), else the rows.
+            microbatches. By default what `sample` shows it to be: see `engines.data.loss_parts`.
         max_grad_norm: clip gradients to this norm in `train_step`.
         weights: of a model built by a function, under `deferred()` or on the meta device: a path
             to safetensors files or a checkpoint, a state dict or an init function; by default what

@@ -57,6 +57,7 @@ def assemble(build: Build) -> ParallelModel:
         optimizer=optimizer,
         loss_fn=build.loss_fn,
         loss_weight=training.loss_weight,
+        loss_parts=build.parts,
         max_grad_norm=training.max_grad_norm,
         on_nonfinite=training.on_nonfinite,
         check_replicas_every=training.check_replicas_every,

@@ -12,7 +12,7 @@ from torch import nn
 from engines.context.context import Context
 from engines.context.proof import SequenceProof
 from engines.data.finite import OnNonfinite
-from engines.data.microbatches import LossWeight
+from engines.data.loss_parts import LossParts, LossWeight
 from engines.experts.experts import Experts
 from engines.legality import numerics
 from engines.offload.pool import OffloadPool
@@ -60,6 +60,7 @@ class Build:
         names: first names of the parameters as they were given.
         loss_fn: `training.loss_fn`, with its target where the output is.
         layers, sequence: what is proved; None where the plan splits none.
+        parts: how the losses of parts of a batch make up that of the whole.
         pool, weights, pipeline, tensor, experts, context: what the plan asks for, else None.
         runner: what is called for a forward.
     """
@@ -78,6 +79,7 @@ class Build:
     runner: Callable[..., object] = field(init=False)
     layers: SplitProof | None = None
     sequence: SequenceProof | None = None
+    parts: LossParts = field(default_factory=LossParts)
     pool: OffloadPool | None = None
     weights: DeferredWeights | None = None
     pipeline: Pipeline | None = None

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 from engines.apply.build import Build
 from engines.context.proof import SequenceProof, prove
+from engines.data.loss_parts import LossParts, seen_on
+from engines.runtime.world import texts_of_ranks
 from engines.tensor.split_proof import SplitProof, prove_split
 from profiles.capture.batch import Batch
-from profiles.errors import PlanError
+from profiles.capture.batch_dims import describe_dims
+from profiles.capture.batch_rows import batch_size
+from profiles.errors import BatchError, PlanError
 from profiles.record import Record
+
+log = logging.getLogger(__name__)
 
 
 class Proofs(Record):
@@ -45,6 +53,55 @@ def prove_sequence(
         return known
     sample = _require_sample(sample, f"cp={size}: the split of sequences")
     return prove(build.model, sample, build.loss_fn, size=size)
+
+
+def prove_parts(build: Build, sample: Batch | None) -> LossParts:
+    """The rule by which losses of parts of a batch make up that of the batch, as rank 0 sees it.
+
+    Where no rule does, as with negatives from the batch, each part trains on its own loss: said.
+
+    Raises:
+        BatchError: the model cannot run on a part of the rows, as the plan would have it do.
+    """
+    world, training, plan = build.world, build.training, build.plan
+    if sample is None or world.is_fake:
+        return LossParts()
+    text = ""
+    if world.rank == 0:
+        text = seen_on(
+            build.model,
+            sample,
+            build.loss_fn,
+            profile=build.profile,
+            said=training.loss_weight,
+        ).model_dump_json()
+    parts = LossParts.model_validate_json(texts_of_ranks("loss of parts", text, world)[0])
+    dims = build.profile.batch_dims
+    if plan.data_degree * plan.forwards == 1:
+        return parts
+    if parts.refusal:
+        rows = batch_size(sample, dims or None)
+        if plan.microbatch_size is None or plan.microbatch_size < rows:
+            raise BatchError(
+                parts.refusal,
+                where=f"plan: {plan}; {describe_dims(dims)}",
+                hints=[
+                    "`batch_dims=` says what has a row for each sample, along which dimension:"
+                    " {name: 1}, and None for what all samples share",
+                    "or take a plan that leaves a batch in one piece: tp=2",
+                ],
+            )
+    elif parts.doubt and world.rank == 0:
+        log.warning(
+            "%s. Rows of a batch act on each other, or it is a mean over something else. Each of"
+            " the %d parts of a global batch trains on the loss of its own rows, as under plain"
+            " DDP: that is not what one process computes. `loss_weight=` says what the loss is a"
+            " mean over, `batch_dims=` which dimension is the batch; tp leaves a batch in one"
+            " piece",
+            parts.doubt,
+            plan.data_degree * plan.forwards,
+        )
+    return parts
 
 
 def _require_sample(sample: Batch | None, split: str) -> Batch:

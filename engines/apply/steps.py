@@ -29,7 +29,7 @@ from engines.apply.shard import shard
 from engines.apply.split import leave_out, make_stages, split
 from engines.apply.validate import validate
 from engines.data.finite import OnNonfinite, reaction_of
-from engines.data.microbatches import LossWeight
+from engines.data.loss_parts import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY, require_every
 from engines.offload.pool import Folder
 from engines.optional.manual_placement import with_devices_of
@@ -83,11 +83,11 @@ def apply_plan(
         scheduler: a factory: `lambda optimizer: LambdaLR(optimizer, ...)`. What it makes is stepped
             after every step of the optimizer, and is part of checkpoints.
         loss_weight: number of terms that the mean loss of a microbatch is a mean over, where it is
-            neither its rows nor what the profile saw (`loss_terms`):
+            not what the sample shows (`engines.data.loss_parts`):
             `lambda batch: batch["mask"].sum()`.
         max_grad_norm: clip gradients in `train_step`.
         sample: one local batch, as for `capture`; with tp or cp > 1 the split is proved on it, with
-            pp > 1 the stages are tried on its shapes.
+            pp > 1 the stages are tried on its shapes; its values show what the loss is a mean over.
         weights: of a model on the meta device: a path to safetensors files or a checkpoint; tensors
             by name; or init(module), which fills the parameters and buffers that a module holds
             itself and draws from torch's generator only. A rank takes what it keeps, slice by
@@ -116,6 +116,7 @@ def apply_plan(
         RankMismatchError: ranks have different software, models, losses, settings or optimizers;
             names the first difference. The first batches are compared in the first step.
         RankError: a rank is missing.
+        BatchError: the model cannot run on a part of the rows of the sample.
         ModelError: parameters that nothing gives values, `weights` that do not fit, or nothing to
             train.
     """

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from engines.data.batch_structure import batch_topic
 from engines.data.loader import split_rows_evenly
+from engines.data.loss_parts import LossParts, LossWeight, weight_of
 from engines.data.prefetch import CopiesAhead
 from engines.plan import Plan
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import World, rank_error_context, sum_over_ranks, texts_of_ranks
 from profiles.capture.batch import Batch
 from profiles.capture.batch_rows import batch_size, split_rows
-from profiles.capture.batch_tree import batch_items, batch_tensors, describe, map_batch
+from profiles.capture.batch_tree import batch_tensors, describe, map_batch
 from profiles.errors import BatchError
-from profiles.model.profile import LossTerms, ModelProfile
+from profiles.model.profile import ModelProfile
 
 log = logging.getLogger(__name__)
 
-LossWeight = Callable[[Batch], float | Tensor]
 FINGERPRINT_ELEMENTS = 2**14  # of a tensor; batches that differ do so in every row
 _DROP = "drop the short batch: DataLoader(..., drop_last=True)"
 
@@ -46,6 +46,7 @@ class MicrobatchCutter:
     Args:
         loss_weight: of a microbatch's mean loss, where it is known; else the number of targets that
             the loss was seen to be a mean over, else that of its rows.
+        parts: how losses of microbatches make up that of the batch, where that is known better.
         replica: number of the replica that this rank is part of.
         require: check of a step's microbatches by the plan's engine; raises BatchError.
 
@@ -64,6 +65,7 @@ class MicrobatchCutter:
         profile: ModelProfile,
         world: World,
         loss_weight: LossWeight | None,
+        parts: LossParts | None = None,
         replica: int = 0,
         require: Callable[[Sequence[Batch]], None] | None = None,
     ) -> None:
@@ -71,7 +73,8 @@ class MicrobatchCutter:
         self._plan = plan
         self._profile = profile
         self._world = world
-        self._weight = loss_weight or _weight_of(profile.loss_terms)
+        self._weight = loss_weight or weight_of((parts and parts.terms) or profile.loss_terms)
+        self._is_sum = parts is not None and parts.is_sum
         self._replica = replica
         self._require = require
         self._dims = profile.batch_dims or None
@@ -133,6 +136,8 @@ class MicrobatchCutter:
         self.total = rows * of_replicas
         # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
         scale = replicas / (total * of_replicas) if total else 0.0
+        if self._is_sum:
+            scale = float(replicas)
         most = sum(1 for each in sums[3 : 3 + len(rounds)] if each)
         if most:
             self._require_no_batch_norms(f"{self.total:.0f} rows leave microbatches without a row")
@@ -237,6 +242,8 @@ class MicrobatchCutter:
 
     def _count(self, piece: Batch, rows: int) -> float:
         """The weight of a microbatch's mean loss; 0 for a borrowed row."""
+        if self._is_sum:
+            return float(rows > 0)
         if not rows or self._weight is None:
             return float(rows)
         count = float(self._weight(piece))
@@ -277,25 +284,6 @@ class MicrobatchCutter:
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:
     """The loss times its weight in the global mean: 0 without weight, also where it is NaN."""
     return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))
-
-
-def _weight_of(terms: LossTerms | None) -> LossWeight | None:
-    """The number of targets that the loss of a microbatch is a mean over."""
-    if terms is None:
-        return None
-
-    def weight(piece: Batch) -> Tensor:
-        targets = dict(batch_items(piece)).get(terms.name)
-        if not isinstance(targets, Tensor) or targets.ndim <= (terms.skipped > 0):
-            raise BatchError(
-                f"`{terms.name}` is missing, the loss of the sample was a mean over it",
-                where=describe(piece),
-                hints=["give it, or say what the loss is a mean over: `loss_weight=`"],
-            )
-        counted = targets[:, terms.skipped :] if terms.skipped else targets
-        return (counted != terms.ignored).sum()
-
-    return weight
 
 
 def _fingerprint(batch: Batch) -> int:

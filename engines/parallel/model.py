@@ -25,8 +25,9 @@ from engines.data.finite import FiniteGuard, OnNonfinite
 from engines.data.fsdp import drop_unused, prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
+from engines.data.loss_parts import LossParts, LossWeight
 from engines.data.loss_scale import LossScaler
-from engines.data.microbatches import LossWeight, MicrobatchCutter, weighted
+from engines.data.microbatches import MicrobatchCutter, weighted
 from engines.data.noise_scale import NoiseMeter
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.data.replicas import sum_gradients
@@ -117,6 +118,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFn | None,
         loss_weight: LossWeight | None,
+        loss_parts: LossParts,
         max_grad_norm: float | None,
         on_nonfinite: OnNonfinite,
         check_replicas_every: int,
@@ -182,6 +184,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             profile=profile,
             world=world,
             loss_weight=loss_weight,
+            parts=loss_parts,
             replica=mesh.data.position,
             require=context.require if context is not None else require,
         )

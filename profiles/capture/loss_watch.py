@@ -1,4 +1,4 @@
-"""The targets that reach the cross-entropy of a step on fake tensors, to weigh its mean by them.
+"""The targets that reach the cross-entropy of a step, to weigh its mean by them.
 
 Every integer tensor of the batch has a double whose elements are numbered. Operations that move
 elements are done with the double too, so that the numbers which arrive at `cross_entropy` say which
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from profiles.capture.batch import Batch
 from profiles.capture.batch_tree import batch_items
 from profiles.model.loss_terms import LossTerms
-from profiles.torch_compat import map_leaves, tensors_in, without_modes
+from profiles.torch_compat import is_fake, map_leaves, tensors_in, without_modes
 from profiles.torch_compat.logits import ABOUT_GRADIENT, ABOUT_SHAPE, DETACHES, keeps_last
 
 _SAME = frozenset({"clone", "contiguous", "detach", "long", "to"})
@@ -139,7 +139,8 @@ class LossWatch(TorchFunctionMode):
         call.apply_defaults()
         given = call.arguments
         double = self._double_of(given["target"])
-        if given["reduction"] != "mean" or given["weight"] is not None or double is None:
+        weights = _values(given["weight"])
+        if given["reduction"] != "mean" or weights is None or double is None:
             return None
         with without_modes():
             ignored = int(given["ignore_index"])
@@ -148,8 +149,17 @@ class LossWatch(TorchFunctionMode):
                 for skipped in range(2 if own.ndim == 2 else 1):
                     compared = own[:, skipped:] if skipped else own
                     if torch.equal(compared.flatten(), numbers):
-                        return LossTerms(name=name, skipped=skipped, ignored=ignored)
+                        return LossTerms(
+                            name=name, skipped=skipped, ignored=ignored, weights=weights
+                        )
         return None
+
+
+def _values(weight: Tensor | None) -> tuple[float, ...] | None:
+    """The weights of classes; None where they have no values."""
+    if weight is None:
+        return ()
+    return None if is_fake(weight) or weight.is_meta else tuple(weight.detach().tolist())
 
 
 def _is_by_rows(args: Any, kwargs: Mapping[str, Any]) -> bool:

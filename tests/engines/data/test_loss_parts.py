@@ -1,0 +1,247 @@
+"""Losses of parts of a batch, weighed by the rule that a sample showed, make up the batch's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engines.data.loss_parts import LossParts, seen_on, weight_of
+from profiles.capture.batch import call_model, loss_of
+from profiles.capture.batch_rows import split_rows
+from profiles.capture.capture import capture
+from profiles.errors import BatchError, RankError
+from tests.engines.cases import Case
+from tests.engines.parity import gradient_error, local_rows, reference_loss, relative, spread
+from tests.workers import Pool
+
+ROWS, TOKENS, WIDTH, CLASSES = 8, 6, 5, 7
+
+
+class Tagger(nn.Module):
+    """A class for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.inner(x)))
+        return out
+
+
+def batch(rows: int, *, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rows with more padding the later they come."""
+    made = torch.Generator().manual_seed(seed)
+    labels = torch.randint(1, CLASSES, (rows, TOKENS), generator=made)
+    lengths = 1 + (torch.arange(rows) * TOKENS // rows + seed) % TOKENS
+    mask = torch.arange(TOKENS) < lengths[:, None]
+    target = {"labels": labels.where(mask, -100), "mask": mask.float(), "lengths": lengths}
+    return torch.randn(rows, TOKENS, WIDTH, generator=made), target
+
+
+def losses(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    """Of each token, 0 where it is padding."""
+    labels = target["labels"].clamp(min=0).flatten()
+    each = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
+    return each.view(target["labels"].shape) * target["mask"]
+
+
+def by_rows(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return (losses(logits, target).sum(1) / target["lengths"]).mean()
+
+
+def over_a_mask(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return losses(logits, target).sum() / target["mask"].sum()
+
+
+def over_lengths(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return losses(logits, target).sum() / target["lengths"].sum()
+
+
+def over_labels(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    is_counted = target["labels"] != -100
+    return F.cross_entropy(logits[is_counted], target["labels"][is_counted], label_smoothing=0.1)
+
+
+def weights_of_classes(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    weights = torch.arange(1.0, CLASSES + 1)
+    return F.cross_entropy(logits.flatten(0, 1), target["labels"].flatten(), weight=weights)
+
+
+def sum_of_all(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return losses(logits, target).sum()
+
+
+def negatives_of_the_batch(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    rows = F.normalize(logits.mean(1), dim=-1)
+    return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]
+RULED: list[Loss] = [
+    by_rows,
+    over_a_mask,
+    over_lengths,
+    over_labels,
+    weights_of_classes,
+    sum_of_all,
+]
+
+
+def seen(loss_fn: Loss, **options: Any) -> LossParts:
+    torch.manual_seed(0)
+    model, sample = Tagger(), batch(ROWS)
+    profile = capture(model, sample, loss_fn=loss_fn)
+    options.setdefault("said", None)
+    return seen_on(model, sample, loss_fn, profile=profile, **options)
+
+
+@pytest.mark.parametrize("loss_fn", RULED)
+def test_another_batch_follows_the_rule_that_the_sample_showed(loss_fn: Loss) -> None:
+    torch.manual_seed(0)
+    model, sample = Tagger(), batch(ROWS)
+    profile = capture(model, sample, loss_fn=loss_fn)
+    rule = seen_on(model, sample, loss_fn, profile=profile, said=None)
+    assert not rule.doubt
+    other = batch(11, seed=3)
+    sizes = [2, 6, 3]
+    parts = split_rows(other, sizes)
+    each = [loss_of(call_model(model, p, has_target=True), p, loss_fn) for p in parts]
+    weight = weight_of(rule.terms or profile.loss_terms)
+    counts = [float(weight(p)) if weight else rows for p, rows in zip(parts, sizes, strict=True)]
+    total = sum(loss * count for loss, count in zip(each, counts, strict=True))
+    made = sum(each) if rule.is_sum else total / sum(counts)
+    whole = loss_of(call_model(model, other, has_target=True), other, loss_fn)
+    assert relative(torch.as_tensor(made), whole) < 1e-5
+
+
+def test_rows_that_act_on_each_other_are_said_with_both_losses() -> None:
+    rule = seen(negatives_of_the_batch)
+    assert "the loss of 8 rows of the sample is" in rule.doubt
+    assert not rule.is_sum
+    assert rule.terms is None
+
+
+def test_a_weight_that_does_not_fit_the_loss_is_said() -> None:
+    assert not seen(over_a_mask, said=lambda part: part[1]["mask"].sum()).doubt
+    assert "with weights 3 to 5" in seen(over_a_mask, said=lambda part: len(part[0])).doubt
+
+
+def test_nothing_is_said_of_what_cannot_be_seen() -> None:
+    torch.manual_seed(0)
+    model, sample = Tagger(), batch(ROWS)
+    profile = capture(model, sample, loss_fn=by_rows)
+
+    def drawn(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return by_rows(logits + torch.randn(()), target)
+
+    nothing = LossParts()
+    one = batch(1)
+    assert seen_on(model, sample, drawn, profile=profile, said=None) == nothing
+    assert seen_on(model, one, negatives_of_the_batch, profile=profile, said=None) == nothing
+    low = Tagger().bfloat16()
+    assert seen_on(low, sample, negatives_of_the_batch, profile=profile, said=None) == nothing
+
+
+class Counting(Tagger):
+    """Keeps a count in a buffer and one in an attribute, and acts on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        return super().forward(x) * self.calls
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, sample = Counting(), batch(ROWS)
+    profile = capture(model, sample, loss_fn=over_a_mask)
+    state = torch.get_rng_state()
+    assert not seen_on(model, sample, over_a_mask, profile=profile, said=None).doubt
+    assert model.calls == 0
+    assert model.seen == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Bags(nn.Module):
+    """Values of all rows in one tensor, and where each row begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(9, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(values, offsets))
+        return out
+
+
+def _bags(rows: int) -> tuple[Tensor, ...]:
+    return torch.arange(2 * rows) % 9, torch.arange(0, 2 * rows, 2), torch.arange(rows) % CLASSES
+
+
+def drift(loss_fn: Loss, plan: str) -> tuple[float, float]:
+    """Differences of loss and gradient from one process over batches with other padding."""
+    case = Case(Tagger, batch, loss_fn)  # type: ignore[arg-type]
+    reference, parallel = spread(case, plan, rows=ROWS)
+    global_batch = batch(ROWS, seed=2)
+    wanted = reference_loss(reference, case, global_batch)
+    wanted.backward()  # type: ignore[no-untyped-call]
+    loss = parallel.forward_backward(local_rows(parallel, global_batch, ROWS))
+    return relative(loss, wanted.detach()), gradient_error(parallel, reference)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2 accumulation=2", "dp_shard=2"])
+@pytest.mark.parametrize("loss_fn", [over_a_mask, weights_of_classes, sum_of_all])
+def test_replicas_train_like_one_process_on_uneven_parts(
+    pool: Pool, loss_fn: Loss, plan: str
+) -> None:
+    for errors in pool.run(drift, loss_fn, plan, world_size=2):
+        assert max(errors) < 1e-5
+
+
+def warnings_of(plan: str) -> list[str]:
+    """Warnings on this rank where the plan is applied to a loss with negatives."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("engines.apply.proofs")
+    logger.addHandler(handler)
+    try:
+        spread(Case(Tagger, batch, negatives_of_the_batch), plan, rows=ROWS)  # type: ignore[arg-type]
+    finally:
+        logger.removeHandler(handler)
+    return records
+
+
+@pytest.mark.dist
+def test_a_loss_that_no_cut_makes_up_is_warned_of_where_batches_are_cut(pool: Pool) -> None:
+    first, second = pool.run(warnings_of, "dp_replicate=2", world_size=2)
+    assert len(first) == 1
+    assert "trains on the loss of its own rows" in first[0]
+    assert not second
+
+
+def refusal(plan: str) -> str:
+    try:
+        spread(Case(Bags, _bags, F.cross_entropy), plan, rows=6)
+    except (BatchError, RankError) as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.dist
+def test_rows_that_cannot_be_cut_are_refused_before_the_first_step(pool: Pool) -> None:
+    for text in pool.run(refusal, "dp_replicate=2", world_size=2):
+        assert "does not run on 2 or 4 of 6 rows of the sample: RuntimeError: offsets[0]" in text
