@@ -28,9 +28,10 @@ from engines.context.input_sharding import InputSharding, length_of
 from engines.context.model_copy import copied, short
 from engines.context.tokens import part
 from profiles.capture.batch import Batch, LossFn, call_model, find_loss, loss_of
-from profiles.capture.batch_tree import map_batch
+from profiles.capture.batch_tree import describe, map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import preserved_random_state, stand_ins
+from profiles.capture.frames import summary
 from profiles.errors import AdvisorError, BatchError, PlanError
 from profiles.record import Record
 from profiles.torch_compat import tensors_in, without_onednn
@@ -77,8 +78,8 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
     """Prove that `model` runs over a part of the tokens on each of `size` ranks.
 
     Raises:
-        PlanError: no input sharding computes what the whole model computes, attention is masked,
-            or the tokens cannot be cut into 2 * `size` equal chunks.
+        PlanError: no input sharding computes what the whole model computes, it does not run over
+            few tokens, attention is masked, or tokens cannot be cut into 2 * `size` equal chunks.
     """
     require_equal_chunks(sample, size)
     require_unmasked(sample)
@@ -88,7 +89,14 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
     small = short(sample, size)
     with torch.inference_mode(False), preserved_random_state(), torch.no_grad():
         copy = copied(model)
-        whole = _whole(copy, small, loss_fn)
+        try:
+            whole = _whole(copy, small, loss_fn)
+        except Exception as error:  # of the user's code
+            raise PlanError(
+                f"the model does not run over a shorter sequence: {summary(error)}",
+                where=f"cp={size}, tried on a short sample: {describe(small)}",
+                hints=["a table or a mask has the length of the whole sequence", "or set cp=1"],
+            ) from error
         for way in _input_shardings(model, small, has_target=loss_fn is not None):
             try:
                 outputs = _require_same(copy, small, way, whole, loss_fn, size)

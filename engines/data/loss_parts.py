@@ -73,15 +73,18 @@ def seen_on(
     batch = _few_rows(model, sample, profile)
     if batch is None:
         return LossParts()
+    dims = profile.batch_dims or None
+    rows = batch_size(batch, dims)
     try:
         seen = _run(model, batch, loss_fn) or _run(model, batch, loss_fn, is_training=False)
     except Exception as error:  # of the user's code: not on a CPU, or no loss in eval mode
+        every = batch_size(sample, dims)
+        if rows < every and _runs(model, sample, loss_fn):
+            return _refused(f"{rows} of {every}", error)
         log.info("the loss of parts is not compared: %s", summary(error))
         return LossParts()
     if seen is None or not isfinite(seen.loss):
         return LossParts()
-    dims = profile.batch_dims or None
-    rows = batch_size(batch, dims)
     few = max(1, rows * 3 // 8)
     cuts: list[_Cut] = []
     for sizes in dict.fromkeys([(few, rows - few), (rows - few, few)]):
@@ -89,8 +92,7 @@ def seen_on(
         try:
             parts = [_run(model, p, loss_fn, is_training=seen.is_training) for p in pieces]
         except Exception as error:  # of the user's code
-            what = f"on {sizes[0]} or {sizes[1]} of {rows} rows of the sample"
-            return LossParts(refusal=f"the model does not run {what}: {summary(error)}")
+            return _refused(f"{sizes[0]} or {sizes[1]} of {rows}", error)
         losses = [part.loss for part in parts if part is not None]
         if len(losses) < len(parts):
             return LossParts()
@@ -209,6 +211,19 @@ def _few_rows(model: nn.Module, sample: Batch, profile: ModelProfile) -> Batch |
     if any(tensor.is_meta for tensor in batch_tensors(sample)):
         return None
     return split_rows(sample, [few, rows - few], dims)[0]
+
+
+def _refused(rows: str, error: Exception) -> LossParts:
+    what = f"the model does not run on {rows} rows of the sample"
+    return LossParts(refusal=f"{what}: {summary(error)}")
+
+
+def _runs(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> bool:
+    try:
+        _run(model, batch, loss_fn)
+    except Exception:  # of the user's code
+        return False
+    return True
 
 
 def _run(

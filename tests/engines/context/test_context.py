@@ -397,6 +397,22 @@ def test_mixing_tokens_outside_of_attention_is_refused(
     assert says in str(error.value)
 
 
+class OfOneLength(nn.Module):
+    """Has a place for each token of the whole sequence, and adds it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(9, 8), nn.Parameter(torch.randn(32, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids) + self.places
+
+
+def test_a_model_of_one_length_is_refused() -> None:
+    with pytest.raises(PlanError, match="does not run over a shorter sequence: RuntimeError"):
+        prove(OfOneLength(), torch.zeros(2, 32, dtype=torch.long), None, size=2)
+
+
 def test_a_window_that_only_a_long_sequence_fills_is_seen_on_the_sample() -> None:
     """The proof runs over 8 tokens, which a window of 8 hides nothing of; the sample has 16."""
     pytest.importorskip("transformers")

@@ -186,6 +186,26 @@ class Bags(nn.Module):
         return out
 
 
+class Graph(nn.Module):
+    """Rows are the nodes of one graph, which edges go between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        y = self.inner(x)
+        return torch.zeros_like(y).index_add(0, edges[1], y[edges[0]])
+
+
+def test_a_sample_of_which_few_rows_alone_do_not_run_is_refused() -> None:
+    nodes, edges = torch.randn(24, WIDTH), torch.stack([torch.arange(24), torch.arange(24).flip(0)])
+    sample = nodes, edges, torch.arange(24) % CLASSES
+    profile = capture(Graph(), sample, loss_fn=F.cross_entropy)
+    rule = seen_on(Graph(), sample, F.cross_entropy, profile=profile, said=None)
+    assert rule.refusal.startswith("the model does not run on 8 of 24 rows of the sample: Index")
+
+
 def _bags(rows: int) -> tuple[Tensor, ...]:
     return torch.arange(2 * rows) % 9, torch.arange(0, 2 * rows, 2), torch.arange(rows) % CLASSES
 
