@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType, dense
+from profiles.closed_forms.families.fusing import ALONE, ATTENTION
+from profiles.closed_forms.families.layouts import dense
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit
-from profiles.closed_forms.families.tape import ALONE, ATTENTION
+from profiles.closed_forms.families.tape import Array
 from profiles.trace.scopes import Attended
 
 # Positions and masks

@@ -6,17 +6,18 @@ from dataclasses import dataclass
 
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType
 from profiles.closed_forms.families.attention import attend, heads
 from profiles.closed_forms.families.fields import Fields
+from profiles.closed_forms.families.fusing import ALONE, GATHER
 from profiles.closed_forms.families.layers import (
     ACTIVATION_CLASSES,
     ACTIVATIONS,
     activate,
     token_loss,
 )
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
-from profiles.closed_forms.families.tape import ALONE, GATHER
+from profiles.closed_forms.families.tape import Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 from profiles.closed_forms.families import kernels, llama
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType
 from profiles.closed_forms.families.attention import attend, rotate
 from profiles.closed_forms.families.fields import Fields
+from profiles.closed_forms.families.fusing import ALONE
 from profiles.closed_forms.families.llama import LlamaVariant
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.moe import experts, gathered, top
 from profiles.closed_forms.families.network import FamilyUnit, ModelFamily
-from profiles.closed_forms.families.tape import ALONE
+from profiles.closed_forms.families.tape import Array
 
 
 @dataclass(frozen=True, slots=True)

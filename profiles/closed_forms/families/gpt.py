@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType
 from profiles.closed_forms.families.attention import (
     attend,
     heads,
@@ -14,9 +13,11 @@ from profiles.closed_forms.families.attention import (
     rotate_partly,
 )
 from profiles.closed_forms.families.fields import Fields
+from profiles.closed_forms.families.fusing import ALONE
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate, head, next_token_loss
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
-from profiles.closed_forms.families.tape import ALONE
+from profiles.closed_forms.families.tape import Array
 from profiles.model.layers import LayerKind
 
 

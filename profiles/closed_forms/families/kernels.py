@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 
-from profiles.closed_forms.families.arrays import Array, DType
+from profiles.closed_forms.families.fusing import ALONE, ATTENTION, GATHER
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.operations import (
     cast,
     contiguous_copy,
@@ -15,7 +16,7 @@ from profiles.closed_forms.families.operations import (
     reshape,
     transpose,
 )
-from profiles.closed_forms.families.tape import ALONE, ATTENTION, GATHER, Gradient
+from profiles.closed_forms.families.tape import Array, Gradient
 from profiles.model.profile import Numerics
 
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from profiles.closed_forms.families.arrays import Array
+from profiles.closed_forms.families.tape import Array, Node
 from profiles.model.layers import INPUT
 from profiles.trace.scopes import Features, LayerCall, LayerSegment, LayerShape, Scope
-
-if TYPE_CHECKING:
-    from profiles.closed_forms.families.tape import Node
 
 
 class LayerCalls:
     """Notes the layers of the scope that is called; made anew for every call."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, features: Features) -> None:
         self._place = scope
-        self._features = Features()
+        self._features = features
         self._inputs: list[weakref.ref[Array]] = []
 
     def enter(self, shape: LayerShape, given: Array) -> LayerCall:
@@ -52,13 +48,6 @@ class LayerCalls:
         if output.node is not None:
             output.node.layer = layer.number
         self._place.begin_part(layer.after, 0)
-
-    def operation(self, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-        """An operation of the forward, views included."""
-        self._features.operation(
-            ((x.storage.made.number, x.shape) for x in inputs),
-            [(x.storage.made.number, x.shape) for x in outputs],
-        )
 
     def finish(self, outputs: Sequence[Array]) -> None:
         """The call is over."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit
+from profiles.closed_forms.families.tape import Array
 
 ACTIVATION_CLASSES = {
     "gelu": "GELUActivation",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType
 from profiles.closed_forms.families.attention import (
     attend,
     causal_mask,
@@ -20,7 +19,9 @@ from profiles.closed_forms.families.attention import (
 )
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate, head, next_token_loss
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
+from profiles.closed_forms.families.tape import Array
 from profiles.model.layers import LayerKind
 
 _PREFIXES = {

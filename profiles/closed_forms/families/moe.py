@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from profiles.closed_forms.families import kernels, llama
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType, Shape
 from profiles.closed_forms.families.fields import Fields
+from profiles.closed_forms.families.fusing import ALONE, GATHER
 from profiles.closed_forms.families.layers import activate
+from profiles.closed_forms.families.layouts import Shape
 from profiles.closed_forms.families.llama import LlamaVariant
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyUnit, ModelFamily
-from profiles.closed_forms.families.tape import ALONE, GATHER, Gradient
+from profiles.closed_forms.families.tape import Array, Gradient
 from profiles.trace.scopes import Grouped
 
 

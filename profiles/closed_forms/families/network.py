@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType
-from profiles.closed_forms.families.tape import Tape, has_gradient
+from profiles.closed_forms.families.layer_calls import LayerCalls
+from profiles.closed_forms.families.memory import DType
+from profiles.closed_forms.families.tape import Array, Tape, has_gradient
 from profiles.closed_forms.families.wiring import Wiring
 from profiles.model.layers import LayerKind
 from profiles.model.profile import LOSS, Numerics
@@ -149,6 +150,7 @@ class FamilyUnit:
     Attributes:
         parameters: by path; a tied one is in the first unit alone.
         buffer_bytes: of registered buffers.
+        layers: of the latest call.
     """
 
     network: FamilyRun
@@ -157,6 +159,7 @@ class FamilyUnit:
     is_block: bool
     parameters: dict[str, Array] = field(default_factory=dict)
     buffer_bytes: int = 0
+    layers: LayerCalls = field(init=False)
 
     def __call__(
         self, function: Callable[..., Output], *inputs: Array | None, **options: object
@@ -167,10 +170,12 @@ class FamilyUnit:
         given = [x for x in inputs if x is not None]
         sources = self.network.wiring.sources(given)
         tape.enter(self.name, given, is_block=self.is_block)
+        self.layers = LayerCalls(tape.scope, tape.features)
         del given  # as the call has it, so that it is released with it
         with self.module(self.kind):
             output = function(self, *inputs, **options)
         outputs = output if isinstance(output, tuple) else (output,)
+        self.layers.finish(outputs)
         tape.leave(outputs)
         self.network.wiring.note(self.name, sources, outputs)
         return output
@@ -237,10 +242,9 @@ class FamilyUnit:
             weight_gradient_bytes=weight_bytes,
             bias_gradient_bytes=bias_bytes,
         )
-        calls = self.network.tape.layers
-        layer = calls.enter(shape, given)
+        layer = self.layers.enter(shape, given)
         out = call()
-        calls.leave(layer, out)
+        self.layers.leave(layer, out)
         return out
 
     def linear(

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from profiles.closed_forms.families.arrays import Array, DType, Shape, contiguous, dense, viewed
-from profiles.closed_forms.families.tape import ACTIVATION, DRAW, POINTWISE, SOFTMAX, Gradient
+from profiles.closed_forms.families.fusing import ACTIVATION, DRAW, POINTWISE, SOFTMAX
+from profiles.closed_forms.families.layouts import Shape, contiguous, dense, viewed
+from profiles.closed_forms.families.memory import DType
+from profiles.closed_forms.families.tape import Array, Gradient
 from profiles.model.profile import Numerics
 from profiles.trace.chains import Fusing
 

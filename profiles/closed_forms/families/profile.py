@@ -11,7 +11,7 @@ from typing import cast
 from pydantic import JsonValue
 
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import DType
+from profiles.closed_forms.families.memory import DType, saved_bytes
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
 from profiles.closed_forms.families.registry import family_of
 from profiles.closed_forms.families.tape import gradient_number
@@ -149,7 +149,7 @@ def _costs(network: FamilyRun, family: ModelFamily) -> dict[str, Cost]:
     """Forward and backward, and what each unit took."""
     tape = network.tape
     loss = network.finish(*family.run(network))
-    saved = tape.saved_bytes()
+    saved = saved_bytes(tape.made)
     tape.backward(loss, ops.adapt)
     parameters = (p for unit in network.units.values() for p in unit.parameters.values())
     numbers = (gradient_number(parameter) for parameter in parameters)

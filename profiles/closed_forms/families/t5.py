@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType, dense
 from profiles.closed_forms.families.attention import attend, heads
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate, head, token_loss
+from profiles.closed_forms.families.layouts import dense
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
-from profiles.closed_forms.families.tape import Gradient
+from profiles.closed_forms.families.tape import Array, Gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,33 +10,68 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from profiles.closed_forms.families.arrays import Array, DType, Made, Shape, Storage, contiguous
-from profiles.closed_forms.families.layer_calls import LayerCalls
+from profiles.closed_forms.families.fusing import POINTWISE
+from profiles.closed_forms.families.layouts import Shape, contiguous, fits
+from profiles.closed_forms.families.memory import DType, Made, Storage
 from profiles.model.profile import GLUE, Numerics
 from profiles.model.work import FusibleKind
 from profiles.trace.chains import Chains, Fusing, kind_of_module
-from profiles.trace.scopes import Attended, Chain, Grouped, LayerSegment, Scope
-from profiles.trace.tally import SavedBytes
+from profiles.trace.scopes import Attended, Chain, Features, Grouped, Scope
 from profiles.trace.timeline import Timeline
 
-Keeper = TypeVar("Keeper", bound=Hashable)
+
+class Array:
+    """A shape and strides over a storage; `node` is what made it, None outside the graph.
+
+    `index` says which of the node's outputs it is.
+    """
+
+    __slots__ = ("__weakref__", "dtype", "index", "node", "shape", "storage", "strides", "tape")
+
+    def __init__(
+        self, tape: Tape, shape: Shape, strides: Shape, dtype: DType, storage: Storage
+    ) -> None:
+        self.tape = tape
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+        self.storage = storage
+        self.node: Node | None = None
+        self.index = 0
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.size_bytes
+
+    @property
+    def occupied_bytes(self) -> int:
+        """Memory behind the elements; an expanded array occupies what it was expanded from."""
+        return min(self.size_bytes, self.storage.made.size_bytes)
+
+    @property
+    def needs_gradient(self) -> bool:
+        return self.node is not None
+
+    @property
+    def is_contiguous(self) -> bool:
+        return fits(self.shape, self.strides, contiguous(self.shape))
+
+    def detached(self) -> Array:
+        """The same memory outside the graph."""
+        return Array(self.tape, self.shape, self.strides, self.dtype, self.storage)
+
+
 Gradient = Array | None
 Backward = Callable[..., Sequence[Gradient]]
 """Gradients of a node's outputs to gradients of its inputs."""
-
-POINTWISE = Fusing()
-ACTIVATION = Fusing(hint=FusibleKind.GATE)
-GATHER = Fusing(hint=FusibleKind.ROUTER)
-SOFTMAX = Fusing(is_softmax=True)
-DRAW = Fusing(draws=True)
-ATTENTION = Fusing(is_fusible=False, is_attention=True)
-# What compilers leave to a kernel of its own: products, sorting, sums into places.
-ALONE = Fusing(is_fusible=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +113,12 @@ class Tape:
         self.scope = Scope(GLUE)
         self.scopes = [self.scope]
         self.shared: set[str] = set()
-        self.layers = LayerCalls(self.scope)
+        self.features = Features()  # of the unit that is being called
         self._chain = self.scope.chain  # of the backward
         self._chains = Chains()
         self._kinds: list[FusibleKind] = []  # of the modules that are being called
         self._is_chain_over = False
-        self._made: list[Made] = []
+        self.made: list[Made] = []
         self._gradient_bytes: dict[Made, int] = {}  # of trainable parameters
         self._in_backward = False
         self._sequence = itertools.count()
@@ -98,7 +133,7 @@ class Tape:
         size_bytes = math.prod(shape) * dtype.size_bytes
         number = self.timeline.make(size_bytes)
         made = Made(number, size_bytes, number, part=self._doing.part)
-        self._made.append(made)
+        self.made.append(made)
         storage = Storage(made, self.timeline)
         return Array(self, shape, strides or contiguous(shape), dtype, storage)
 
@@ -123,29 +158,18 @@ class Tape:
                 made.kept_by = made.kept_by or self.scope
         return array.detached()
 
-    def saved_bytes(self) -> SavedBytes:
-        """Bytes saved now, by the first scope that saved them; and those that would be if blocks
-        saved only their inputs and the outputs of matrix products."""
-        saved = [(made.saved_by, made) for made in self._made if made.is_alive]
-        selective = [
-            (made.kept_by, made)
-            for made in self._made
-            if made.is_alive or (made.kept_by is not None and made.kept_by.is_block)
-        ]
-        return SavedBytes(_sum(saved), _sum(selective), _of_parts(saved), _of_parts(selective))
-
     @property
     def _doing(self) -> Chain:
         return self._chain if self._in_backward else self.scope.chain
 
     def _is_alive(self, memory: int) -> bool:
-        return memory < 0 or self._made[memory].is_alive
+        return memory < 0 or self.made[memory].is_alive
 
     def _is_kept(self, memory: int) -> bool:
-        return self._is_alive(memory) and (memory < 0 or self._made[memory].saved_by is not None)
+        return self._is_alive(memory) and (memory < 0 or self.made[memory].saved_by is not None)
 
     def _is_saved(self, memory: int, scope: Scope) -> bool:
-        return self._made[memory].is_alive and self._made[memory].saved_by is scope
+        return self.made[memory].is_alive and self.made[memory].saved_by is scope
 
     # Operations
 
@@ -238,7 +262,10 @@ class Tape:
             [(array.shape, array.dtype) for array in outputs],
             chain=chain,
         )
-        self.layers.operation(inputs, outputs)
+        self.features.operation(
+            ((x.storage.made.number, x.shape) for x in inputs),
+            [(x.storage.made.number, x.shape) for x in outputs],
+        )
         for index, array in enumerate(outputs):
             array.node, array.index = node, index
 
@@ -264,7 +291,6 @@ class Tape:
 
     def leave(self, outputs: Sequence[Array]) -> None:
         """The unit returns."""
-        self.layers.finish(outputs)
         self._hand_on(outputs)
         self.scope.output_bytes += sum({id(a): a.size_bytes for a in outputs}.values())
         self.timeline.close((self.scope, False))
@@ -297,7 +323,7 @@ class Tape:
 
     def _go_to(self, scope: Scope) -> None:
         self.scope = scope
-        self.layers = LayerCalls(scope)
+        self.features = Features()
         self.scopes.append(scope)
         self.timeline.open((scope, False))
 
@@ -415,19 +441,3 @@ def _prepare(root: Node) -> None:
                 pending.append(node)
                 node.gradients = [None] * len(node.outputs)
             node.waiting += 1
-
-
-def _sum(pairs: Iterable[tuple[Keeper | None, Made]]) -> dict[Keeper, int]:
-    total: dict[Keeper, int] = {}
-    for keeper, made in pairs:
-        if keeper is not None:
-            total[keeper] = total.get(keeper, 0) + made.size_bytes
-    return total
-
-
-def _of_parts(pairs: Iterable[tuple[Scope | None, Made]]) -> dict[LayerSegment, int]:
-    """Of the bytes that scopes keep, the segments of them that made it."""
-    return _sum(
-        (made.part if made.part is not None and made.part.scope is scope else None, made)
-        for scope, made in pairs
-    )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
-from profiles.closed_forms.families.arrays import Array, DType
 from profiles.closed_forms.families.attention import attend, heads
 from profiles.closed_forms.families.fields import Fields
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate
+from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
+from profiles.closed_forms.families.tape import Array
 from profiles.model.layers import LayerKind
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from profiles.closed_forms.families.arrays import Array
-from profiles.closed_forms.families.tape import Node
+from profiles.closed_forms.families.tape import Array, Node
 from profiles.model.affine import Affine
 from profiles.model.flow import GLUE, LOSS, Edge, Flow, UnitCall, Value
 
