@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from advisor.cli.command import batch, common_options, count, one_of, tokens
+from advisor.cli.command import common_options, count, shared_option
 from advisor.cli.machines import only_first_rank
 from advisor.inputs.console import say, show_on_screen, writable, write
 
@@ -22,22 +22,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("model")
-@click.option(
-    "--cluster",
-    default="auto",
-    show_default=True,
-    metavar="NAME|FILE|auto",
-    help="Machines that the plan is for, with devices as this one has; auto is this job.",
+@shared_option(
+    "--cluster", "Machines that the plan is for, with devices as this one has; auto is this job."
 )
 @click.option("--plan", "partial", metavar="SETTINGS", default="", help="Settings that are fixed.")
-@click.option("--global-batch", callback=batch, metavar="SAMPLES", help="Samples per step.")
-@click.option("--seq", callback=tokens, metavar="TOKENS", help="Tokens per sample.")
-@click.option("--optimizer", default="adamw", show_default=True, metavar="NAME", help="Is run too.")
-@click.option(
-    "--precision",
-    metavar="[auto|fp32|bf16|fp16]",
-    callback=one_of("auto", "fp32", "bf16", "fp16"),
-    help="Of forward and backward. Default: the dtype that the model is built in.",
+@shared_option("--global-batch", "Samples per step.")
+@shared_option("--seq", "Tokens per sample.")
+@shared_option("--optimizer", "Is run too.")
+@shared_option(
+    "--precision", "Of forward and backward. Default: the dtype that the model is built in."
 )
 @click.option("--steps", callback=count, metavar="N", help="Steps to time. Default: 10.")
 @click.option("--anchor", is_flag=True, help="Keep what was measured, for later plans and sizes.")

@@ -183,6 +183,23 @@ def _zero_or_more(param: click.Parameter, value: str | None, what: str) -> float
     return number
 
 
+_SHARED: dict[str, dict[str, Any]] = {
+    "--cluster": {"default": "auto", "show_default": True, "metavar": "NAME|FILE|auto"},
+    "--global-batch": {"callback": batch, "metavar": "SAMPLES"},
+    "--optimizer": {"default": "adamw", "show_default": True, "metavar": "NAME"},
+    "--precision": {
+        "callback": one_of("auto", "fp32", "bf16", "fp16"),
+        "metavar": "[auto|fp32|bf16|fp16]",
+    },
+    "--seq": {"callback": tokens, "metavar": "TOKENS"},
+}
+
+
+def shared_option(name: str, text: str) -> Callable[[Command], Command]:
+    """An option that several commands have, with its help."""
+    return click.option(name, help=text, **_SHARED[name])
+
+
 def common_options(command: Command) -> Command:
     """Options of every command."""
     for option in (

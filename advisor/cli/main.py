@@ -16,13 +16,12 @@ from advisor.cli.check import check
 from advisor.cli.command import (
     Advise,
     Command,
-    batch,
     common_options,
     count,
     fraction,
     one_of,
     seconds,
-    tokens,
+    shared_option,
 )
 from advisor.cli.machines import look, only_first_rank, timed_here
 from advisor.cli.options import facts_of
@@ -38,11 +37,8 @@ if TYPE_CHECKING:
     from advisor.inputs.models import LoadedModel
 
 OF_A_JOB = ("check", "plan", "probe", "run", "sweep", "verify")  # ranks may all have to take part
-sequence_option = click.option(
-    "--seq",
-    callback=tokens,
-    metavar="TOKENS",
-    help="Tokens per sample, where MODEL brings no sample of its own.",
+sequence_option = shared_option(
+    "--seq", "Tokens per sample, where MODEL brings no sample of its own."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 pins_option = click.option(
@@ -85,32 +81,21 @@ def cli(ctx: click.Context) -> None:
 
 @cli.command()
 @click.argument("model")
-@click.option(
+@shared_option(
     "--cluster",
-    default="auto",
-    show_default=True,
-    metavar="NAME|FILE|auto",
-    help="Machines: 4x8xH100-SXM-80GB, a system's name, a .toml file; auto is this machine.",
+    "Machines: 4x8xH100-SXM-80GB, a system's name, a .toml file; auto is this machine.",
 )
-@click.option(
+@shared_option(
     "--global-batch",
-    callback=batch,
-    metavar="SAMPLES",
-    help="Samples per optimizer step over all devices. Default: the sample's batch on each device.",
+    "Samples per optimizer step over all devices. Default: the sample's batch on each device.",
 )
 @sequence_option
-@click.option(
-    "--optimizer",
-    default="adamw",
-    show_default=True,
-    metavar="NAME",
-    help="Whose states take memory: sgd, adamw, adafactor, muon, adamw-8bit, ...",
+@shared_option(
+    "--optimizer", "Whose states take memory: sgd, adamw, adafactor, muon, adamw-8bit, ..."
 )
-@click.option(
+@shared_option(
     "--precision",
-    metavar="[auto|fp32|bf16|fp16]",
-    callback=one_of("auto", "fp32", "bf16", "fp16"),
-    help="Of forward and backward. Default: bf16 on devices with units for it, else as built.",
+    "Of forward and backward. Default: bf16 on devices with units for it, else as built.",
 )
 @click.option(
     "--samples",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from advisor.cli.command import batch, common_options, count, seconds, tokens
+from advisor.cli.command import common_options, count, seconds, shared_option
 from advisor.cli.machines import only_first_rank
 from advisor.cli.options import facts_of
 from advisor.inputs.console import say, show_on_screen, writable, write
@@ -31,22 +31,10 @@ QUANTITIES = {
 
 @click.command()
 @click.argument("model")
-@click.option(
-    "--cluster",
-    default="auto",
-    show_default=True,
-    metavar="NAME|FILE|auto",
-    help="Machines, as for `advise plan`.",
-)
-@click.option("--global-batch", callback=batch, metavar="SAMPLES", help="Samples per step.")
-@click.option("--seq", callback=tokens, metavar="TOKENS", help="Tokens per sample.")
-@click.option(
-    "--optimizer",
-    default="adamw",
-    show_default=True,
-    metavar="NAME",
-    help="Whose update a step ends with.",
-)
+@shared_option("--cluster", "Machines, as for `advise plan`.")
+@shared_option("--global-batch", "Samples per step.")
+@shared_option("--seq", "Tokens per sample.")
+@shared_option("--optimizer", "Whose update a step ends with.")
 @click.option(
     "--plan",
     "plans",

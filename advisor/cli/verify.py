@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from advisor.cli.command import common_options, count, one_of, report_error, tokens
+from advisor.cli.command import common_options, count, report_error, shared_option
 from advisor.inputs.console import progress, show_on_screen
 
 if TYPE_CHECKING:
@@ -31,12 +31,9 @@ RANK_BYTES = 0.5 * 2**30
 @click.option(
     "--ranks", callback=count, metavar="N", help="Processes to start. Default: the plan's."
 )
-@click.option("--seq", callback=tokens, metavar="TOKENS", help="Tokens per sample.")
-@click.option(
-    "--precision",
-    metavar="[auto|fp32|bf16|fp16]",
-    callback=one_of("auto", "fp32", "bf16", "fp16"),
-    help="Of forward and backward. Default: the dtype that the model is built in.",
+@shared_option("--seq", "Tokens per sample.")
+@shared_option(
+    "--precision", "Of forward and backward. Default: the dtype that the model is built in."
 )
 @click.option("--steps", callback=count, metavar="N", help="Optimizer steps. Default: 3.")
 @click.option(
