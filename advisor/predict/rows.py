@@ -7,15 +7,12 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
 
 from advisor.predict.setup import Refusal
 from profiles.errors import FileError, InputError
 from profiles.record import read_text
 from profiles.record.bounds import MOST_LAYERS, MOST_TOKENS
 from profiles.units import MIB
-
-Flag = Literal["y", "n"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +114,7 @@ def _row_or_reason(cells: Mapping[str, str | None], number: int) -> TableRow | R
         return Refusal(row_id=row_id, reason="; ".join([error.what, *error.hints]))
 
 
-def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> TableRow:
+def row_of(cells: Mapping[str, str | None]) -> TableRow:
     """Parse `cells` (column name to text) to a row; unknown columns are ignored.
 
     Raises:
@@ -127,11 +124,11 @@ def row_of(cells: Mapping[str, str | None], *, where: str | None = None) -> Tabl
     for name, kind in _KINDS.items():
         text = (cells.get(name) or "").strip()
         if text:
-            values[name] = _parse(name, text, kind, where)
+            values[name] = _parse(name, text, kind)
     return TableRow(**values)  # type: ignore[arg-type]
 
 
-def _parse(name: str, text: str, kind: str, where: str | None) -> object:
+def _parse(name: str, text: str, kind: str) -> object:
     if kind.startswith("str"):
         return text
     try:
@@ -142,13 +139,10 @@ def _parse(name: str, text: str, kind: str, where: str | None) -> object:
     if not 0 < number <= most:
         raise InputError(
             f"`{name}` is `{text}`",
-            where=where,
             hints=[f"`{name}` is a positive number up to {most}, or blank"],
         )
     if kind.startswith("int"):
         if number != int(number):
-            raise InputError(
-                f"`{name}` is `{text}`", where=where, hints=[f"`{name}` counts, so it is whole"]
-            )
+            raise InputError(f"`{name}` is `{text}`", hints=[f"`{name}` counts, so it is whole"])
         return int(number)
     return number

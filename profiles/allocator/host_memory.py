@@ -12,29 +12,17 @@ class Loading(StrEnum):
     """Ways in which the ranks of a node load their parameters."""
 
     WHOLE = "whole"  # every rank builds the whole model in main memory
-    FILE = "file"  # every rank builds it, and reads a checkpoint file beside it
+    # As in torchtitan (torchtitan/train.py): parameters are on the meta device until they are
+    # sharded (`engines.state.materialise`); then one tensor at a time is whole.
     SHARDS = "shards"  # built deferred: every rank makes its shards, in main memory
     DEVICE = "device"  # built deferred: every rank makes its shards, on its device
 
 
-_WHERE_FROM = {
-    Loading.WHOLE: "parameters and buffers as built, once a rank",
-    # docs.pytorch.org, tutorial "Tips for loading an nn.Module from a checkpoint": the model and
-    # the loaded state dict are there at once, unless the file is mapped and its tensors assigned.
-    Loading.FILE: "the model, and the state dict that `torch.load` makes",
-    # As in torchtitan (torchtitan/train.py): parameters are on the meta device until they are
-    # sharded (`engines.state.materialise`); then one tensor at a time is whole.
-    Loading.SHARDS: "the rank's shards, and the largest tensor whole",
-    Loading.DEVICE: "the largest tensor whole",
-}
-
-
 class LoadMemory(Record):
-    """Bytes of main memory at the fullest moment of loading, and what they are."""
+    """Bytes of main memory at the fullest moment of loading."""
 
     per_rank_bytes: float
     per_node_bytes: float
-    what: str
 
 
 def load_memory(
@@ -54,19 +42,16 @@ def load_memory(
     >>> unit = UnitProfile(name="a", kind="Linear", parameter_bytes=80, costs={})
     >>> model = ModelProfile(name="m", units=(unit,), dtype="float32", samples=1)
     >>> [load_memory(model, w, ranks_per_node=4, shards=8).per_node_bytes for w in Loading]
-    [320.0, 640.0, 360.0, 320.0]
+    [320.0, 360.0, 320.0]
     """
     whole = float(model.parameter_bytes)
     largest = max(map(_largest_tensor, model.units), default=0)
     per_rank = {
         Loading.WHOLE: whole,
-        Loading.FILE: 2 * whole,
         Loading.SHARDS: whole / shards + largest,
         Loading.DEVICE: largest,
     }[way] + model.buffer_bytes
-    return LoadMemory(
-        per_rank_bytes=per_rank, per_node_bytes=per_rank * ranks_per_node, what=_WHERE_FROM[way]
-    )
+    return LoadMemory(per_rank_bytes=per_rank, per_node_bytes=per_rank * ranks_per_node)
 
 
 def _largest_tensor(unit: UnitProfile) -> int:

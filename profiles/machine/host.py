@@ -19,22 +19,12 @@ _ROOT = Path("/")
 
 
 @dataclass(frozen=True, slots=True)
-class NumaNode:
-    """Processor cores (as Linux counts them) and memory that are near each other."""
-
-    index: int
-    cores: frozenset[int]
-    memory_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class NetworkCard:
     """A port that is up. `bytes_per_s` is its rated speed; None: the driver does not say."""
 
     name: str
     kind: Literal["infiniband", "roce", "ethernet"]
     bytes_per_s: float | None
-    numa_node: int | None = None
 
 
 def machine_memory_bytes(*, root: Path = _ROOT) -> int:
@@ -82,16 +72,10 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def numa_nodes(*, root: Path = _ROOT) -> tuple[NumaNode, ...]:
-    """The NUMA nodes that have cores; empty where the kernel shows none."""
-    nodes = []
-    for folder in sorted((root / "sys/devices/system/node").glob("node[0-9]*")):
-        cores = _listed(_read(folder / "cpulist") or "")
-        match = re.search(r"MemTotal:\s*(\d+) kB", _read(folder / "meminfo") or "")
-        if cores:
-            memory = int(match[1]) * 1024 if match else None
-            nodes.append(NumaNode(int(folder.name[4:]), frozenset(cores), memory))
-    return tuple(sorted(nodes, key=lambda node: node.index))
+def numa_nodes(*, root: Path = _ROOT) -> int:
+    """Number of NUMA nodes that have cores; 0 where the kernel shows none."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    return sum(bool(_listed(_read(folder / "cpulist") or "")) for folder in folders)
 
 
 def network_cards(*, root: Path = _ROOT) -> tuple[NetworkCard, ...]:
@@ -114,7 +98,6 @@ def network_cards(*, root: Path = _ROOT) -> tuple[NetworkCard, ...]:
                     name=device.name,
                     kind="roce" if on_ethernet else "infiniband",
                     bytes_per_s=float(match[1]) * 1e9 / 8 if match else None,
-                    numa_node=_numa_of(device),
                 )
             )
     for interface in sorted((root / "sys/class/net").glob("*")):
@@ -125,13 +108,8 @@ def network_cards(*, root: Path = _ROOT) -> tuple[NetworkCard, ...]:
             continue
         speed = _read(interface / "speed") or ""  # in Mbit/s; -1 where the driver does not know
         rate = int(speed) * 1e6 / 8 if speed.isdecimal() and int(speed) > 0 else None
-        cards.append(NetworkCard(interface.name, "ethernet", rate, _numa_of(interface)))
+        cards.append(NetworkCard(interface.name, "ethernet", rate))
     return tuple(cards)
-
-
-def _numa_of(device: Path) -> int | None:
-    text = _read(device / "device/numa_node") or ""
-    return int(text) if text.isdecimal() else None  # -1 where there is only one
 
 
 def _listed(text: str) -> list[int]:

@@ -105,7 +105,7 @@ def probe(
         device = _cpu(memory // per_node, cores / per_node, measure=measure)
         links = NodeLinks(catalogue.link("gloo-local"))
         inter, used, notes = _cpu_network(cards)
-        near = len(numa_nodes(root=root))
+        near = numa_nodes(root=root)
         if near > per_node:
             said = f"{near} NUMA nodes, {per_node} rank{'s' if per_node > 1 else ''}"
             local = f"{said}: a rank that spans several reaches a part of its memory more slowly"

@@ -154,7 +154,7 @@ class ConvnetBuilder:
         """Its output is kept."""
         out = x if in_place else self._map(x.channels, x.height, x.width)
         self._keep(out)
-        self._add(ConvnetLayer(ConvnetOp.ACTIVATION, x.elements, x.elements, in_place=in_place))
+        self._add(ConvnetLayer(ConvnetOp.ACTIVATION, x.elements, x.elements))
         return out
 
     def pool(

@@ -34,7 +34,6 @@ class ConvnetLayer:
             `groups`: a convolution has a row for each position that it writes. 0 where there is
             none.
         reads_image: its input needs no gradient.
-        in_place: writes over its input.
         is_winograd: 3x3 at stride 1, for which there is a way with fewer multiplications.
     """
 
@@ -47,7 +46,6 @@ class ConvnetLayer:
     columns: int = 0
     groups: int = 1
     reads_image: bool = False
-    in_place: bool = False
     is_winograd: bool = False
 
     @property
@@ -114,22 +112,5 @@ class Convnet:
     blocks: tuple[ConvnetBlock, ...]
 
     @property
-    def layers(self) -> list[ConvnetLayer]:
-        return [layer for block in self.blocks for layer in block.layers]
-
-    @property
     def parameters(self) -> int:
         return sum(block.parameters for block in self.blocks)
-
-    @property
-    def forward_flop(self) -> int:
-        return sum(block.forward_flop for block in self.blocks)
-
-    @property
-    def backward_flop(self) -> int:
-        return sum(block.backward_flop for block in self.blocks)
-
-    @property
-    def saved(self) -> int:
-        """Elements saved for backward, for one image."""
-        return sum(block.saved for block in self.blocks)

@@ -1,8 +1,6 @@
-"""Main memory to load: closed forms, and storages of a real model and its file."""
+"""Main memory to load: closed forms, and storages of a real model."""
 
 from __future__ import annotations
-
-import io
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ def test_every_rank_of_a_node_builds_the_whole_model() -> None:
     model = chain(units=4, parameters=1_000_000)  # 16 MB of fp32
     actual = load_memory(model, ranks_per_node=8)
     assert (actual.per_rank_bytes, actual.per_node_bytes) == (16_000_000, 128_000_000)
-    assert load_memory(model, Loading.FILE, ranks_per_node=8).per_node_bytes == 256_000_000
 
 
 def test_shards_take_their_part_and_the_largest_tensor() -> None:
@@ -41,18 +38,12 @@ def test_buffers_are_whole_on_every_rank() -> None:
         assert actual.per_rank_bytes == parameters + buffers
 
 
-@pytest.mark.parametrize("way", [Loading.WHOLE, Loading.FILE])
-def test_predicted_host_memory_equals_that_of_building_and_reading(way: Loading) -> None:
+def test_predicted_host_memory_equals_that_of_building() -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
 
-    said = load_memory(capture(build(), torch.zeros(2, 256)), way, ranks_per_node=1)
-    file = io.BytesIO()
-    torch.save(build().state_dict(), file)
-    file.seek(0)
+    said = load_memory(capture(build(), torch.zeros(2, 256)), ranks_per_node=1)
     watched = LiveBytes([])
     with watched:
-        model = build()
-        if way is Loading.FILE:
-            model.load_state_dict(torch.load(file, weights_only=True))
+        _ = build()
     assert watched.peak_bytes == pytest.approx(said.per_rank_bytes, rel=0.02)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from profiles.machine.host import (
     NetworkCard,
-    NumaNode,
     machine_cores,
     machine_memory_bytes,
     network_cards,
@@ -106,24 +105,19 @@ def test_a_set_of_cores_counts_in_both_versions(tmp_path: Path) -> None:
     assert machine_cores(root=empty) == len(os.sched_getaffinity(0))
 
 
-def test_numa_nodes_have_their_cores_and_memory(tmp_path: Path) -> None:
+def test_numa_nodes_without_cores_do_not_count(tmp_path: Path) -> None:
     # A dual-socket server with hyper-threads: 2 x 2 cores, 4 threads each.
     root = fake_root(
         tmp_path,
         {
             "sys/devices/system/node/node0/cpulist": "0-1,4-5\n",
-            "sys/devices/system/node/node0/meminfo": "Node 0 MemTotal:  1048576 kB\n",
             "sys/devices/system/node/node1/cpulist": "2-3,6-7\n",
-            "sys/devices/system/node/node1/meminfo": "Node 1 MemTotal:  2097152 kB\n",
             # Memory without cores (CXL, or a Grace-Hopper's device memory) is no place for a rank.
             "sys/devices/system/node/node2/cpulist": "\n",
         },
     )
-    assert numa_nodes(root=root) == (
-        NumaNode(0, frozenset({0, 1, 4, 5}), GIB),
-        NumaNode(1, frozenset({2, 3, 6, 7}), 2 * GIB),
-    )
-    assert numa_nodes(root=tmp_path / "nothing") == ()
+    assert numa_nodes(root=root) == 2
+    assert numa_nodes(root=tmp_path / "nothing") == 0
 
 
 def test_cards_are_counted_once_with_their_rated_speed(tmp_path: Path) -> None:
@@ -159,7 +153,7 @@ def test_cards_are_counted_once_with_their_rated_speed(tmp_path: Path) -> None:
         },
     )
     assert network_cards(root=root) == (
-        NetworkCard("mlx5_0", "infiniband", 50e9, 1),
+        NetworkCard("mlx5_0", "infiniband", 50e9),
         NetworkCard("mlx5_2", "roce", 12.5e9),
         NetworkCard("eno3", "ethernet", 1.25e9),
     )
