@@ -229,19 +229,7 @@ def _measured(case: SweepCase, subject: MeasuredModel) -> Point:
     if subject.world.rank == 0:
         say(f"timing {decision.plan} ...")
     timing = _timed(parallel, loaded.sample, subject, is_alone=is_alone)
-    plan, estimate = decision.plan, decision.estimate
-    point = Point(
-        label=case.label,
-        value=case.value,
-        plan=plan,
-        devices=plan.world_size,
-        step_s=estimate.step_s,
-        low_s=estimate.step_low_s,
-        high_s=estimate.step_high_s,
-        peak_high_bytes=estimate.peak_high_bytes,
-        fits=True,
-        measured=timing,
-    )
+    point = Point.of(case, decision.plan, decision.estimate, fits=True, measured=timing)
     if is_alone:
         subject.words.say(point.model_dump_json())
     return point

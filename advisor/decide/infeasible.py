@@ -120,7 +120,7 @@ def _more_devices(facts: Facts, tried: _Tried, partial: PartialPlan) -> Iterator
         world = larger.world_size
         wanted = -(-batch // world) * world
         workload = facts.workload.model_copy(update={"global_batch_size": wanted})
-        changed = Facts(model=facts.model, cluster=larger, workload=workload, stack=facts.stack)
+        changed = facts.rebuilt(cluster=larger, workload=workload)
         grows = f" and a global batch of {wanted}" if wanted != batch else ""
         hints = list(_verified(f"take {count} {name}{grows}", changed, tried, partial))
         if hints:

@@ -15,6 +15,7 @@ from advisor.cost import CostModel, Estimate
 from advisor.decide import loss_chunks
 from advisor.inputs.facts import Facts, captured
 from advisor.inputs.stacks import is_of_engines
+from advisor.inputs.wrapped import ShownAsText
 from advisor.search.ranking import Candidate, weigh
 from engines.legality import problems
 from engines.plan import Offload, PartialPlan, Plan, Recompute
@@ -25,7 +26,6 @@ from profiles.workload.stack import LOSS_CHUNKS, Selective, States
 
 if TYPE_CHECKING:
     from advisor.decide.decision import Decision
-    from advisor.inputs.wrapped import Wrapped
 
 RANK = 16
 _NOT_OURS = "our engines do not implement it"
@@ -285,7 +285,7 @@ def _shown(value: object) -> str:
 def _with_stack(facts: Facts, name: str, **changes: object) -> Facts:
     """Return facts with a changed stack, under a name of its own."""
     stack = facts.stack.model_copy(update={"name": f"{facts.stack.name} + {name}", **changes})
-    return Facts(model=facts.model, cluster=facts.cluster, workload=facts.workload, stack=stack)
+    return facts.rebuilt(stack=stack)
 
 
 def sentences(decision: Decision) -> Iterator[str]:
@@ -348,7 +348,7 @@ def _change(now: float, before: float) -> str:
     return f"{'+' if share >= 0 else '-'}{format_percent(abs(share))}"
 
 
-class Levers:
+class Levers(ShownAsText):
     """Levers of a decision, as text."""
 
     def __init__(self, decision: Decision) -> None:
@@ -358,8 +358,3 @@ class Levers:
         lines = [f"{self._decision.plan}: {format_seconds(self._decision.estimate.step_s)}"]
         lines += [f"  {line}" for line in sentences(self._decision)]
         return "\n".join(lines)
-
-    def __rich__(self) -> Wrapped:
-        from advisor.inputs.wrapped import Wrapped
-
-        return Wrapped(str(self))

@@ -67,6 +67,11 @@ class Facts(Record):
         _require_units(self.model)
         _require_numerics(self.model, self.precision)
 
+    def rebuilt(self, **changes: Any) -> Facts:
+        """With other parts; stack, model and workload are adapted to each other again."""
+        parts = {name: getattr(self, name) for name in type(self).model_fields}
+        return Facts(**{**parts, **changes})
+
     @property
     def precision(self) -> Precision:
         """Precision of forward and backward."""

@@ -57,12 +57,7 @@ def on(facts: Facts, devices: int, *, batch: int | None = None) -> Facts:
     workload = facts.workload
     if batch is not None:
         workload = workload.model_copy(update={"global_batch_size": batch})
-    return Facts(
-        model=facts.model,
-        cluster=resized(facts.cluster, devices),
-        workload=workload,
-        stack=facts.stack,
-    )
+    return facts.rebuilt(cluster=resized(facts.cluster, devices), workload=workload)
 
 
 def next_multiple(number: int, of: int) -> int:

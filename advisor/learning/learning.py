@@ -71,9 +71,7 @@ def parts_of(plan: Plan, facts: Facts) -> dict[Constant, ConstantShare]:
     parts = {}
     for constant, unit_s in unit_times(facts.cluster, facts.precision.dtype).items():
         slower = slowed(facts.cluster, {constant: 1 + NUDGE})
-        nudged = Facts(
-            model=facts.model, cluster=slower, workload=facts.workload, stack=facts.stack
-        )
+        nudged = facts.rebuilt(cluster=slower)
         seconds = max(0.0, (estimate(plan, nudged).step_s - whole) / NUDGE)
         parts[constant] = ConstantShare(seconds=seconds, unit_s=unit_s)
     return parts

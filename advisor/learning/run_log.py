@@ -180,7 +180,7 @@ def _paced(facts: Facts, pace: Pace | None) -> Facts:
     the fast quartile that runs are fitted by."""
     slow = {"imbalance": 0.0, "straggling": pace.known.straggling if pace else 0.0}
     workload = facts.workload.model_copy(update=slow)
-    return Facts(model=facts.model, cluster=facts.cluster, workload=workload, stack=facts.stack)
+    return facts.rebuilt(workload=workload)
 
 
 def _keep(

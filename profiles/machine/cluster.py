@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from profiles.errors import InputError
+from profiles.machine.quantities import Factor
 from profiles.machine.topology import Tier, Topology
 from profiles.provenance import Quantity, Source
 from profiles.record import Document, Record
@@ -74,8 +75,8 @@ class Overlap(Record):
         communication: of an all-reduce over all ranks, while they compute.
     """
 
-    computing: Quantity
-    communication: Quantity
+    computing: Factor
+    communication: Factor
 
 
 class SharedCores(Record):
@@ -88,7 +89,7 @@ class SharedCores(Record):
             node do.
     """
 
-    alone: Quantity
+    alone: Factor
     across_nodes: bool = False
 
 

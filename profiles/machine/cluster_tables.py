@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from profiles.machine import quantities
+from profiles.machine.cluster import Overlap, SharedCores
 from profiles.record import Record
 from profiles.record.bounds import Devices, DevicesOfNode
 
@@ -21,16 +22,6 @@ class AxisTable(Record):
     group_size: Annotated[Devices, Field(ge=2)]
     stride: Devices
     fits: dict[str, FitTable] = Field(default_factory=dict)
-
-
-class OverlapTable(Record):
-    computing: quantities.Factor
-    communication: quantities.Factor
-
-
-class SharedCoresTable(Record):
-    alone: quantities.Factor
-    across_nodes: bool = False
 
 
 class LinkTable(Record):
@@ -86,6 +77,6 @@ class ClusterTable(Record):
     device: DeviceTable | None = None
     intra: LinkTable | None = None
     inter: LinkTable | None = None
-    overlap: OverlapTable | None = None
-    shared_cores: SharedCoresTable | None = None
+    overlap: Overlap | None = None
+    shared_cores: SharedCores | None = None
     axes: list[AxisTable] = Field(default_factory=list)

@@ -39,12 +39,7 @@ from pathlib import Path
 
 from profiles.errors import InputError, UnknownNameError
 from profiles.machine import catalogue
-from profiles.machine.cluster import (
-    AxisFits,
-    ClusterProfile,
-    Overlap,
-    SharedCores,
-)
+from profiles.machine.cluster import AxisFits, ClusterProfile
 from profiles.machine.cluster_names import parts_of_name
 from profiles.machine.cluster_parts import at, bridge_of, device_of, fits_of, link_of
 from profiles.machine.cluster_tables import ClusterTable
@@ -256,9 +251,7 @@ def _assemble(
             )
             for index, axis in enumerate(table.axes)
         ),
-        "overlap": Overlap.build(table.overlap.model_dump()) if table.overlap else None,
-        "shared_cores": SharedCores.build(table.shared_cores.model_dump())
-        if table.shared_cores
-        else None,
+        "overlap": table.overlap,
+        "shared_cores": table.shared_cores,
     }
     return ClusterProfile.build(values, where=where)

@@ -12,6 +12,7 @@ from profiles.model.affine import Affine
 from profiles.model.flow import Flow, UnitCall
 from profiles.model.layers import LayerCost, LayerKind, Stretch
 from profiles.model.profile import ModelProfile, Numerics, ParameterShape, UnitProfile
+from profiles.workload.under_stack import AMOUNTS
 
 BF16_BYTES = 2
 # Adapters learn in fp32 beside a base in 16 bits (peft, `autocast_adapter_dtype`).
@@ -21,14 +22,6 @@ NF4_BYTES = 4.127 / 8
 # Beside the layer: two products and the sum of both outputs, and twice as many back.
 _KERNELS = 3
 _MULTIPLIED = (LayerKind.LINEAR, LayerKind.TRANSPOSED)
-_AMOUNTS = (
-    "forward_flop",
-    "backward_flop",
-    "forward_moved_bytes",
-    "backward_moved_bytes",
-    "activation_bytes",
-    "selective_activation_bytes",
-)
 
 
 def takes_lora(model: ModelProfile) -> bool:
@@ -94,7 +87,7 @@ def _unit(
     cost = unit.cost(kind)
     adapted = {layer.path for layer in _adapted(unit, kind)}
     scale = BF16_BYTES / (4 if dtype == "float32" else 2)
-    layers, shapes, added = [], [], dict.fromkeys(_AMOUNTS, Affine())
+    layers, shapes, added = [], [], dict.fromkeys(AMOUNTS, Affine())
     parameter_bytes, learning, quantised = scale * unit.parameter_bytes, 0, 0.0
     for layer in cost.layers:
         frozen = _frozen(layer, scale)
@@ -108,7 +101,7 @@ def _unit(
                 quantised = max(quantised, float(BF16_BYTES * weights))
             frozen = _with_adapter(frozen, rank, is_quantised=is_quantised)
         layers.append(frozen)
-        for name in _AMOUNTS:
+        for name in AMOUNTS:
             for part in ("own", "after"):
                 now = getattr(getattr(frozen, part), name)
                 before = getattr(getattr(layer, part), name)
@@ -119,7 +112,7 @@ def _unit(
     peak = Affine(fixed=quantised)
     changed = cost.model_copy(
         update={
-            **{name: getattr(cost, name) + added[name] for name in _AMOUNTS},
+            **{name: getattr(cost, name) + added[name] for name in AMOUNTS},
             "layers": tuple(layers),
             "forward_kernels": cost.forward_kernels + adapter_kernels + unpacked,
             "backward_kernels": cost.backward_kernels + 2 * adapter_kernels + unpacked,

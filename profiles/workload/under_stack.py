@@ -11,7 +11,7 @@ from profiles.model.work import AttentionCall, AttentionKernel, Fusible, Fusible
 from profiles.workload.losses import with_loss
 from profiles.workload.stack import Loss, Selective, Stack
 
-_AMOUNTS = (
+AMOUNTS = (
     "forward_flop",
     "backward_flop",
     "forward_moved_bytes",
@@ -108,12 +108,12 @@ def _unit_cost(cost: UnitCost, stack: Stack) -> UnitCost:
         _add(total, own)
         _add(total, after)
         layers.append(_layer(layer, own, after, stack))
-    inside = Stretch(**{name: _rest(cost, name) for name in _AMOUNTS}, fusible=cost.fusible,
+    inside = Stretch(**{name: _rest(cost, name) for name in AMOUNTS}, fusible=cost.fusible,
                      attention=cost.attention)  # fmt: skip
     _add(total, changed(inside))
     spared = _transients_saved(cost, stack)
     update: dict[str, object] = {name: _moved(getattr(cost, name), total.get(name, 0.0))
-                                 for name in _AMOUNTS}  # fmt: skip
+                                 for name in AMOUNTS}  # fmt: skip
     update |= {
         "forward_kernels": max(0, cost.forward_kernels + kernels[0]),
         "backward_kernels": max(0, cost.backward_kernels + kernels[1]),

@@ -104,12 +104,7 @@ def cheapest_device(
         batch = next_multiple(facts.workload.global_batch_size, count)
         workload = facts.workload.model_copy(update={"global_batch_size": batch})
         try:
-            whole = Facts(
-                model=facts.model,
-                cluster=resized(cluster, count),
-                workload=workload,
-                stack=facts.stack,
-            )
+            whole = facts.rebuilt(cluster=resized(cluster, count), workload=workload)
             winner = decide(whole, policy=fast, partial=partial, nearest=False).winner
         except InputError as error:
             return error.what

@@ -10,6 +10,7 @@ from profiles.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Curves with a wider span use a logarithmic axis: 1 to 60 images a split, say.
 _WIDE = 20.0
@@ -40,7 +41,14 @@ def require_matplotlib() -> None:
 
 
 def picture(sweep: Sweep) -> bytes:
-    """Plot seconds per step as PNG, predicted and measured, with ranges as error bars.
+    """`figure_of` as PNG."""
+    written = io.BytesIO()
+    figure_of(sweep).savefig(written, format="png", dpi=120)
+    return written.getvalue()
+
+
+def figure_of(sweep: Sweep) -> Figure:
+    """Plot seconds per step, predicted and measured, with ranges as error bars.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -60,9 +68,7 @@ def picture(sweep: Sweep) -> bytes:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=120)
-    return written.getvalue()
+    return figure
 
 
 def _curve(axes: Axes, sweep: Sweep) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from math import prod
+from typing import Self
 
 from pydantic import NonNegativeFloat, PositiveInt
 
+from advisor.cost import Estimate
 from advisor.decide.decide import decide
 from advisor.inputs.changed_facts import Lever, shown, value, varied
 from advisor.inputs.facts import Facts
@@ -67,6 +69,30 @@ class Point(Record):
     peak_high_bytes: NonNegativeFloat
     fits: bool
     measured: Timing | None = None
+
+    @classmethod
+    def of(
+        cls,
+        case: SweepCase,
+        plan: Plan,
+        estimate: Estimate,
+        *,
+        fits: bool,
+        measured: Timing | None = None,
+    ) -> Self:
+        """The point of a plan that was taken."""
+        return cls(
+            label=case.label,
+            value=case.value,
+            plan=plan,
+            devices=plan.world_size,
+            step_s=estimate.step_s,
+            low_s=estimate.step_low_s,
+            high_s=estimate.step_high_s,
+            peak_high_bytes=estimate.peak_high_bytes,
+            fits=fits,
+            measured=measured,
+        )
 
 
 class Sweep(Record):
@@ -157,10 +183,7 @@ def cases(
             continue
         if swept is Swept.STACK:
             stack = stack_of(text)
-            there = Facts(
-                model=facts.model, cluster=facts.cluster, workload=facts.workload, stack=stack
-            )
-            partial = with_stack(partial, stack)
+            partial, there = with_stack(partial, stack), facts.rebuilt(stack=stack)
             yield SweepCase(label=label, value=None, facts=there, settings=partial)
             continue
         number = _number(text, swept)
@@ -185,18 +208,7 @@ def _point(case: SweepCase, policy: Policy) -> Point:
     taken = choice.winner or min(
         choice.weighed, key=lambda candidate: candidate.estimate.peak_high_bytes
     )
-    estimate = taken.estimate
-    return Point(
-        label=case.label,
-        value=case.value,
-        plan=taken.plan,
-        devices=taken.plan.world_size,
-        step_s=estimate.step_s,
-        low_s=estimate.step_low_s,
-        high_s=estimate.step_high_s,
-        peak_high_bytes=estimate.peak_high_bytes,
-        fits=choice.winner is not None,
-    )
+    return Point.of(case, taken.plan, taken.estimate, fits=choice.winner is not None)
 
 
 def _number(text: str, swept: Swept) -> float:

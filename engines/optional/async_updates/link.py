@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.runtime.failures import first_failure, publish_failure
-from engines.runtime.world import World
+from engines.runtime.world import World, texts_of_ranks
 from profiles.errors import RankError
-from profiles.torch_compat import default_store
 
 _NUMBERS, _TENSORS, _NO_MESSAGE = 1, 2, 3  # tags
 # A server's wait for the beginning of a message is bounded by the steps that it serves, which know
@@ -159,7 +158,7 @@ class WorkerLink:
 def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> dict[int, WorkerLink]:
     """This rank's links by the rank at their other end; all ranks call it, for all pairs."""
     made = {}
-    hosts = _hosts(world)
+    hosts = texts_of_ranks("hosts", socket.gethostname(), world)
     timeout = timedelta(seconds=world.timeout_s)
     for one, other in pairs:
         group = dist.new_group([one, other], backend="gloo", timeout=timeout)
@@ -172,14 +171,6 @@ def links(pairs: Iterable[tuple[int, int]], world: World, *, servers: int) -> di
             )  # at the end servers disconnect from each other
             made[peer] = WorkerLink(group, peer=peer, who=who, is_needed=is_needed, world=world)
     return made
-
-
-def _hosts(world: World) -> list[str]:
-    """Host names of the ranks, exchanged while all of them are there."""
-    store = default_store()
-    turn = store.add(f"advisor/hosts/{world.rank}", 1)
-    store.set(f"advisor/hosts/{turn}/{world.rank}", socket.gethostname())
-    return [store.get(f"advisor/hosts/{turn}/{rank}").decode() for rank in range(world.size)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
 from profiles.closed_forms.families.attention import attend, heads
-from profiles.closed_forms.families.fields import Fields
+from profiles.closed_forms.families.fields import SIZES, Fields
 from profiles.closed_forms.families.fusing import ALONE, GATHER
 from profiles.closed_forms.families.layers import (
     ACTIVATION_CLASSES,
@@ -104,13 +104,7 @@ def _bert(fields: Fields, prefix: str) -> ModelFamily:
     fields.only("is_decoder", False, None)
     fields.only("add_cross_attention", False, None)
     fields.only("position_embedding_type", "absolute", None)
-    fields.require(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
+    fields.require(*SIZES)
     width, count = fields.heads("hidden_size", "num_attention_heads")
     layers = fields.size("num_hidden_layers")
     dropout = fields.share("hidden_dropout_prob", 0.1)

@@ -18,6 +18,14 @@ _PLAIN: Mapping[str, Sequence[object]] = {
     "_attn_implementation": (None, "sdpa"),
 }
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+"""Fields of most models, which have no default."""
 WAY_OUT = "with torch and transformers every model is taken: `pip install 'parallel-advisor[hf]'`"
 
 

@@ -12,7 +12,7 @@ from profiles.closed_forms.families.attention import (
     rotary_table,
     rotate_partly,
 )
-from profiles.closed_forms.families.fields import Fields
+from profiles.closed_forms.families.fields import SIZES, Fields
 from profiles.closed_forms.families.fusing import ALONE
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate, head, next_token_loss
 from profiles.closed_forms.families.memory import DType
@@ -75,13 +75,7 @@ def gpt2(fields: Fields) -> ModelFamily:
 def gpt_neox(fields: Fields) -> ModelFamily:
     """GPT-NeoX and Pythia: rotary positions on a part of each head, parallel residuals."""
     kind = fields.architecture("GPTNeoXForCausalLM", default="GPTNeoXForCausalLM")
-    fields.require(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
+    fields.require(*SIZES)
     width, count = fields.heads("hidden_size", "num_attention_heads")
     vocab, layers = fields.size("vocab_size"), fields.size("num_hidden_layers")
     inner, longest = fields.size("intermediate_size"), fields.size("max_position_embeddings", 2048)

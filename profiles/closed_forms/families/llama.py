@@ -17,7 +17,7 @@ from profiles.closed_forms.families.attention import (
     rotate,
     rotate_partly,
 )
-from profiles.closed_forms.families.fields import Fields
+from profiles.closed_forms.families.fields import SIZES, Fields
 from profiles.closed_forms.families.layers import ACTIVATIONS, activate, head, next_token_loss
 from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
@@ -122,13 +122,7 @@ def decoder(
 def read(fields: Fields) -> LlamaVariant:
     """The shape of a dense or mixture-of-experts model of this family."""
     kind = fields.family
-    fields.require(
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-    )
+    fields.require(*SIZES)
     hidden, count = fields.size("hidden_size"), fields.size("num_attention_heads")
     is_latent = kind == "deepseek_v3"  # heads have widths of their own
     if not is_latent and (kind == "llama" or not fields.has("head_dim")):

@@ -7,7 +7,6 @@ after a layer to the stretch behind it, so that tensor parallelism can divide th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from profiles.model.affine import Affine
@@ -361,10 +360,6 @@ def unit_profile(drafts: dict[Numerics, tuple[UnitBuilder, UnitCost]], *, name: 
         gradient_bytes=FP32 * parameters,
         dtypes=("float32",) if parameters else (),
         shapes=shapes,
-        experts=_ascending(draft.experts),
+        experts=tuple(sorted(set(draft.experts))),
         costs={kind: cost for kind, (_, cost) in drafts.items()},
     )
-
-
-def _ascending(experts: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(experts)))
