@@ -181,8 +181,7 @@ def closed_form(
 
     Raises:
         FileError, InputError: see `profiles.closed_forms.families.profile_from_config`; of a config
-        without a
-            closed form only where it cannot be captured either.
+            without a closed form only where it cannot be captured either.
     """
     from profiles.closed_forms.families import family_of, profile_from_config
     from profiles.closed_forms.families.known_fields import FIELDS, OWN_NAMES

@@ -81,9 +81,8 @@ def refit(cluster: ClusterProfile, runs: Sequence[TrainingRun], *, dtype: str) -
     """Return `cluster` with constants and errors fitted to `runs`; unchanged without runs.
 
     Args:
-        runs: of this kind of machine (see `profiles.timing.runs.runs_on`). Those in another dtype
-        than
-            `dtype` are left out: what one reaches of its peak says little of another.
+        runs: of this kind of machine (see `profiles.timing.runs.runs_on`). Those in another
+            dtype than `dtype` are left out: what one reaches of its peak says little of another.
     """
     runs = [run for run in runs if run.dtype == dtype]
     if not runs or cluster.learned is not None:

@@ -54,7 +54,7 @@ class StepMeasurement:
             where they were not timed.
         links: of all ranks, timed beside the step; None where they were not.
         peak_bytes: everything that the process held, as `profiles.allocator.process_peak` says;
-        None: unknown.
+            None: unknown.
         allocated_bytes: tensors alone; 0 where the device has no allocator that counts.
         smaller: samples of a smaller microbatch, and the peak at them (`allocated_bytes` where it
             is counted); None where the microbatch is one sample.

@@ -29,17 +29,8 @@ _KINDS = (
     (r"\bib\b|infiniband|ndr|hdr|edr|xdr", "ib-hdr-8x200"),
     (r"ethernet|\beth\b|tcp", "ethernet-100"),
 )
-_INSIDE = (
-    (r"nvlink\s*1", "nvlink1"),
-    (r"nvlink\s*2", "nvlink2"),
-    (r"nvlink\s*3", "nvlink3"),
-    (r"nvlink\s*4", "nvlink4"),
-    (r"nvlink\s*5", "nvlink5"),
-    (r"pcie\s*3", "pcie3"),
-    (r"pcie\s*4", "pcie4"),
-    (r"pcie\s*5", "pcie5"),
-    (r"pcie\s*6", "pcie6"),
-)
+_INSIDE = (r"nvlink\s*[1-5]", r"pcie\s*[3-6]")
+"""Links inside a node; without the spaces they are the catalogue's names."""
 
 
 def accelerator_of(name: str, memory_gb: float | None) -> str:
@@ -133,7 +124,8 @@ def _inside(text: str, usual: str) -> Link:
     if usual.startswith("nvlink") and "pcie" not in text:
         # "NVLink4" of an H800 has half the bandwidth: the device's own entry is more accurate.
         return catalogue.link(usual)
-    key = next((key for pattern, key in _INSIDE if re.search(pattern, text)), usual)
+    named = next(filter(None, (re.search(pattern, text) for pattern in _INSIDE)), None)
+    key = re.sub(r"\s", "", named[0]) if named else usual
     link = catalogue.link(key)
     if key.startswith("pcie") and re.search(r"x8\b", text):
         # Half of the lanes; where a table names two widths, the narrower one is in every ring.

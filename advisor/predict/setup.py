@@ -62,9 +62,9 @@ class Setup:
         shape: None for networks of convolutions, which have a `network` instead.
         dtype: of the matrix products: "bfloat16", "float16", "float32", "tfloat32",
             "float8_e4m3fn", "float4".
-                assumed: values assumed for blank cells; the prediction's note.
+        assumed: values assumed for blank cells; the prediction's note.
         optimizer: a name of `profiles.workload.optimizers`.
-                filled: no batch is given, so the largest that fits is used.
+        filled: no batch is given, so the largest that fits is used.
     """
 
     row_id: str

@@ -8,8 +8,6 @@ from typing import Any, Self, cast, get_args
 from pydantic import (
     NonNegativeInt,
     SerializerFunctionWrapHandler,
-    field_serializer,
-    field_validator,
     model_serializer,
 )
 
@@ -22,10 +20,9 @@ from engines.plan.settings import (
     Precision,
     Recompute,
     Schedule,
+    TensorStyles,
     Updates,
     format_setting,
-    map_of,
-    pairs_of,
 )
 from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.record import Record
@@ -70,7 +67,7 @@ class PartialPlan(Record):
     offload: Offload | None = None
     sync_batch_norm: bool | None = None
     compile: bool | None = None
-    tensor_styles: tuple[tuple[str, str], ...] | None = None
+    tensor_styles: TensorStyles | None = None
     aggregation: Aggregation | None = None
     compression: Compression | None = None
     compression_rank: Count | None = None
@@ -83,15 +80,6 @@ class PartialPlan(Record):
     bucket_mib: Count | None = None
     sequence_parallel: bool | None = None
     loss_chunks: Count | None = None
-
-    @field_validator("tensor_styles", mode="before")
-    @classmethod
-    def _pairs(cls, value: Any) -> Any:
-        return pairs_of(value) if isinstance(value, dict) else value
-
-    @field_serializer("tensor_styles")
-    def _as_map(self, value: tuple[tuple[str, str], ...] | None) -> dict[str, str] | None:
-        return None if value is None else map_of(value)
 
     @model_serializer(mode="wrap")
     def _without_open(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import os
 from typing import Any, Self
 
-from pydantic import field_serializer, field_validator, model_validator
+from pydantic import model_validator
 
 from engines.plan.partial_plan import AFTER_DEGREES, PartialPlan
 from engines.plan.settings import (
@@ -23,10 +23,9 @@ from engines.plan.settings import (
     Precision,
     Recompute,
     Schedule,
+    TensorStyles,
     Updates,
     format_setting,
-    map_of,
-    pairs_of,
 )
 from profiles.errors import FileError, PlanError, UnknownNameError
 from profiles.record import Document, json_file
@@ -98,7 +97,7 @@ class Plan(Document):
     compile: bool = False
     schedule: Schedule | None = None
     stages: tuple[str, ...] = ()
-    tensor_styles: tuple[tuple[str, str], ...] = ()
+    tensor_styles: TensorStyles = ()
     aggregation: Aggregation = Aggregation.BACKEND
     compression: Compression = Compression.NONE
     compression_rank: Count = 1
@@ -126,15 +125,6 @@ class Plan(Document):
                 zero, _degree(data, "dp_replicate"), _degree(data, "dp_shard")
             )
         return data
-
-    @field_validator("tensor_styles", mode="before")
-    @classmethod
-    def _pairs(cls, value: Any) -> Any:
-        return pairs_of(value) if isinstance(value, dict) else value
-
-    @field_serializer("tensor_styles")
-    def _as_map(self, value: tuple[tuple[str, str], ...]) -> dict[str, str]:
-        return map_of(value)
 
     @model_validator(mode="after")
     def _kind_matches_degrees(self) -> Self:

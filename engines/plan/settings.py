@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the slowest links to the fastest; ep lies inside the data axes."""
@@ -150,12 +152,14 @@ class OffloadTo(StrEnum):
     DISK = "disk"  # files of a folder that the user names, mapped into memory
 
 
-def pairs_of(styles: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """`Plan.tensor_styles` from a mapping; several styles of a pattern stand in one text.
+def _pairs(styles: Any) -> Any:
+    """Pairs from a mapping; several styles of a pattern stand in one text.
 
-    >>> pairs_of({"a": "column joined"})
+    >>> _pairs({"a": "column joined"})
     (('a', 'column'), ('a', 'joined'))
     """
+    if not isinstance(styles, dict):
+        return styles
     return tuple(
         (pattern, style)
         for pattern, text in styles.items()
@@ -163,12 +167,18 @@ def pairs_of(styles: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def map_of(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """The reverse of `pairs_of`."""
+def _map(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """The reverse of `_pairs`."""
     styles: dict[str, list[str]] = {}
     for pattern, style in pairs:
         styles.setdefault(pattern, []).append(style)
     return {pattern: " ".join(each) for pattern, each in styles.items()}
+
+
+TensorStyles = Annotated[
+    tuple[tuple[str, str], ...], BeforeValidator(_pairs), PlainSerializer(_map)
+]
+"""(module pattern, style) pairs of tensor parallelism; a mapping in files."""
 
 
 def format_setting(value: Any) -> str:
