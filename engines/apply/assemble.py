@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from engines.apply.build import Build
-from engines.apply.topics import optimizer_topics
 from engines.data.loss_scale import NAME as LOSS_SCALE
 from engines.data.loss_scale import LossScaler
 from engines.data.noise_scale import NoiseMeter
@@ -18,6 +17,7 @@ from engines.parallel import ParallelModel
 from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.rank_agreement import require_agreement
 from engines.state.optimizer import build_optimizer
+from engines.state.optimizer_settings import optimizer_topics
 
 
 def assemble(build: Build) -> ParallelModel:

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import platform
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -41,28 +41,6 @@ def topics_of(build: Build) -> list[Topic]:
         Topic("loss function", _code_facts(loss_fn), "give every rank the same `loss_fn`"),
         Topic("setting", _settings(build.training), "give every rank the same settings"),
     ]
-
-
-def optimizer_topics(
-    optimizer: torch.optim.Optimizer, *, part: str, noun: str = "optimizer"
-) -> list[Topic]:
-    """The class of an optimizer, its defaults and its parameter groups.
-
-    Args:
-        part: of the model, on this rank: only ranks with the same one have the same groups.
-    """
-    kind = type(optimizer)
-    facts = {"class": [f"{kind.__module__}.{kind.__qualname__}"]}
-    facts |= {f"`{key}`": [value] for key, value in _plain_items(optimizer.defaults)}
-    groups = {
-        str(number): [
-            f"{len(group['params'])} parameters",
-            *(f"{key}={value}" for key, value in _plain_items(group)),
-        ]
-        for number, group in enumerate(optimizer.param_groups)
-    }
-    hint = "give every rank the same optimizer with the same settings"
-    return [Topic(noun, facts, hint), Topic("parameter group", groups, hint, part=part)]
 
 
 def _versions() -> dict[str, list[str]]:
@@ -151,19 +129,3 @@ def _digest(code: CodeType) -> str:
         else:
             parts.append(constant)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
-
-
-def _plain_items(settings: Mapping[str, object]) -> Iterable[tuple[str, str]]:
-    """Settings of an optimizer as texts; parameters and their names are none."""
-    others = {key: v for key, v in settings.items() if key not in ("params", "param_names")}
-    return ((key, _plain(value)) for key, value in sorted(others.items()))
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, Tensor):
-        return repr(value.item()) if value.numel() == 1 and not value.is_meta else "a tensor"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_plain, value))})"
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    return type(value).__qualname__  # an object's own text may hold its address

@@ -26,6 +26,7 @@ from engines.data.prefetch import CopiesAhead
 from engines.plan import Plan
 from engines.runtime.preflight import shared_memory, shm_free_bytes
 from engines.runtime.random_states import random_states, restore_random_states
+from engines.runtime.rank_agreement import Topic
 from profiles.capture.batch import Batch
 from profiles.capture.batch_dims import Dims
 from profiles.capture.batch_rows import batch_size, split_rows
@@ -139,6 +140,19 @@ class ShardedLoader:
 
     def __len__(self) -> int:
         return len(cast(Sized, self._source))
+
+    @property
+    def length(self) -> int | None:
+        """Batches of a pass; None of a stream that does not say it."""
+        try:
+            return len(self)
+        except TypeError:  # a DataLoader has `__len__` even if its dataset has none
+            return None
+
+    @property
+    def is_in_pass(self) -> bool:
+        """True if a pass has begun and not ended."""
+        return self._pass.random is not None
 
     def __iter__(self) -> Iterator[Batch]:
         resumed, self._resumed = self._resumed, None
@@ -345,4 +359,15 @@ def _with_batches(
         generator=generator,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
+    )
+
+
+def length_topic(loaders: Iterable[ShardedLoader]) -> Topic:
+    """Batches of each loader: ranks that leave an epoch at different steps wait for each other."""
+    lengths = [loader.length for loader in loaders]
+    return Topic(
+        "length of the loader",
+        {"in batches": ["unknown" if length is None else str(length) for length in lengths]},
+        "give every rank the same loader of global batches, which `parallel.shard` splits; or the"
+        " same number of batches of its own: DistributedSampler(..., drop_last=True)",
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from engines.data.batch_structure import batch_topic
-from engines.data.loader import split_rows_evenly
+from engines.data.loader import ShardedLoader, length_topic, split_rows_evenly
 from engines.data.loss_parts import LossParts, LossWeight, weight_of
 from engines.data.prefetch import CopiesAhead
 from engines.plan import Plan
@@ -52,6 +52,7 @@ class MicrobatchCutter:
 
     Attributes:
         is_sharded: a loader was split over the replicas.
+        iterated: the loaders that are in the middle of a pass.
         copies: of batches that loaders began to copy ahead.
         total: rows of the latest global batch.
         counted: weights of this rank's rows in it.
@@ -82,6 +83,7 @@ class MicrobatchCutter:
         self._spare: Batch | None = None
         self._is_compared = False
         self.is_sharded = False
+        self.iterated: Callable[[], Iterable[ShardedLoader]] = tuple
         self.total = 0.0
         self.counted = 0.0
 
@@ -129,7 +131,8 @@ class MicrobatchCutter:
             self._require_same(sums[3 + len(rounds) :])
         if not self._is_compared:
             self._is_compared = True
-            require_agreement([batch_topic(batch, self._profile.batch_dims)], self._world)
+            topics = [batch_topic(batch, self._profile.batch_dims), length_topic(self.iterated())]
+            require_agreement(topics, self._world)
             self._warn_of_equal_rows(batch, cut.rows)
         replicas = self._plan.data_degree
         of_replicas = replicas / self._world.size  # the ranks of a replica have the same

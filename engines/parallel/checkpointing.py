@@ -36,6 +36,7 @@ from engines.state.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
 from engines.state.optimizer import empty_optimizer, send_from_first
+from engines.state.optimizer_settings import EqualSettings
 from profiles.errors import InputError, a_type
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import version_of
@@ -66,6 +67,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
     _profile: ModelProfile
     _runner: Any
     _saving: CheckpointSave | None
+    _settings: EqualSettings
     _world: World
 
     def register(self, **objects: Stateful) -> None:
@@ -107,7 +109,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
             FileError: it cannot be written, or another job saves there.
             InputError: a registered object has a value that checkpoints cannot hold.
             NonFiniteError: a trained parameter is nan or inf; nothing is written.
-            RankMismatchError: replicas' parameters differ; nothing is written.
+            RankMismatchError: replicas' parameters or ranks' rates differ; nothing is written.
             PlanMismatchError: ranks name different folders.
         """
         return self._start_save(folder, keep_last, keep_every, background=False).wait()
@@ -144,6 +146,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         self._follow_first_replica(every_buffer=True)
         self._finite.require_savable(self._job)
         self._checksums.require_equal(step)
+        self._settings.require_equal(step)
         with self._exchange.saving() as writers, self._probing():
             if not self._exchange.keeps_states:
                 return CheckpointSave.done(root / f"step-{step:08d}")
@@ -246,6 +249,10 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         every = [loader for reference in self._loaders if (loader := reference()) is not None]
         self._loaders = [weakref.ref(loader) for loader in every]
         return every
+
+    def _iterated_loaders(self) -> list[ShardedLoader]:
+        """Those of them that are in the middle of a pass."""
+        return [loader for loader in self._live_loaders() if loader.is_in_pass]
 
     def _own_of(self, saved: SavedStates) -> dict[str, Any]:
         """Random states and objects of this rank, or of the first where ranks differ.

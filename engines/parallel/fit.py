@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,10 +10,10 @@ from typing import Literal
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from engines.data.loader import ShardedLoader
+from engines.data.loader import ShardedLoader, length_topic
 from engines.parallel.checkpointing import CheckpointMixin, PathLike
 from engines.parallel.saved_run import Resume, SavedRun
-from engines.runtime.rank_agreement import Topic, require_agreement
+from engines.runtime.rank_agreement import require_agreement
 from profiles.capture.batch import Batch
 from profiles.errors import InputError
 
@@ -107,7 +107,7 @@ class FitMixin(CheckpointMixin):
             scheduler is not known for known in self._objects.values()
         ):
             self.register(scheduler=scheduler)
-        self._require_equal_lengths(loader)
+        require_agreement([length_topic([sharded])], self._job)
         run = self.until_signal(
             save, save_every=save_every, keep_last=keep_last, resume=resume, grace_s=grace_s
         )
@@ -155,16 +155,6 @@ class FitMixin(CheckpointMixin):
             resume=resume,
             grace_s=grace_s,
         )
-
-    def _require_equal_lengths(self, loader: Iterable[Batch]) -> None:
-        """Ranks that leave an epoch after different steps would wait for each other."""
-        length = str(len(loader)) if isinstance(loader, Sized) else "unknown"
-        hint = (
-            "give every rank the same loader of global batches, which `fit` splits; or the same"
-            " number of batches of its own: DistributedSampler(..., drop_last=True)"
-        )
-        topic = Topic("length of the loader", {"in batches": [length]}, hint)
-        require_agreement([topic], self._job)
 
     def _train(
         self,

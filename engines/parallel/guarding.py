@@ -13,6 +13,7 @@ from engines.data.replica_checksums import ReplicaChecksums
 from engines.plan import Plan
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.world import World, rank_error_context
+from engines.state.optimizer_settings import EqualSettings
 from profiles.capture.batch import Batch
 
 
@@ -32,6 +33,7 @@ class GuardingMixin:
     _finite: FiniteGuard
     _is_unchecked: bool
     _rng: SharedRng
+    _settings: EqualSettings
     _world: World
 
     @property
@@ -63,7 +65,12 @@ class GuardingMixin:
             unknown = torch.zeros((), device=self._world.device)
             mean = self._average(self._finite.marked(unknown))
             self._finite.passes(mean, unknown, step=self.step + 1)
+        self._compare_ranks_when_due()
+
+    def _compare_ranks_when_due(self) -> None:
+        """Parameters of replicas, and settings of all ranks' optimizers."""
         self._checksums.require_equal_when_due(self.step)
+        self._settings.require_equal_when_due(self.step)
 
     def _origin(self, pieces: Sequence[Batch]) -> str:
         """Say where the forwards of this rank make the first value that is not finite, by running

@@ -54,6 +54,7 @@ from engines.runtime.world import World, rank_error_context
 from engines.state.checkpoint.objects import Stateful
 from engines.state.checkpoint.save import CheckpointSave
 from engines.state.layout import LayerSplit, Layout
+from engines.state.optimizer_settings import EqualSettings
 from profiles.capture.batch import Batch, call_model, loss_of, with_gradient
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
@@ -197,6 +198,13 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             experts=experts.names if experts is not None else (),
             every=check_replicas_every,
         )
+        self._settings = EqualSettings(
+            optimizer,
+            world,
+            stage=mesh.pp.position,
+            stages=mesh.pp.size,
+            every=check_replicas_every if plan.updates_in_step else 0,
+        )
         # Stages, and aggregation by hand: their ranks do not send equally many messages.
         axes = [mesh.pp, *([] if plan.aggregation is Aggregation.BACKEND else [mesh.replicas])]
         self._uneven_groups = [axis.group for axis in axes if axis.group is not None]
@@ -208,6 +216,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self.step = 0
         self._objects: dict[str, Stateful] = {}
         self._loaders: list[weakref.ref[ShardedLoader]] = []
+        self._cutter.iterated = self._iterated_loaders
         self._saving: CheckpointSave | None = None
         optimizer.register_step_post_hook(self._count_step)
         # Not in the module tree: a wrapper must not show in names or state dicts.
@@ -308,7 +317,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         scale = self.loss_scaler.begin()
         if self._noise is not None:
             self._noise.begin(weights, samples=self._cutter.total, scale=scale)
-        self._checksums.require_equal_when_due(self.step)
+        self._compare_ranks_when_due()
         self._follow_first_replica()
         self._finite.begin()
         with self._rng.shared():

@@ -52,10 +52,9 @@ class Activity(Record):
 
     def __str__(self) -> str:
         """Say where the rank is: "in step 5, exchanging gradients (gloo:all_reduce)"."""
-        if self.step is None:
-            return "between two steps"
+        place = "between two steps" if self.step is None else f"in step {self.step}"
         what = f", {self.doing}" if self.doing else ""
-        return f"in step {self.step}{what}" + (f" ({self.collective})" if self.collective else "")
+        return f"{place}{what}" + (f" ({self.collective})" if self.collective else "")
 
 
 class ActivityLog:

@@ -6,8 +6,8 @@ in a step for longer than its bound says so, and the first rank looks which one 
 published as the job's failure; ranks that read of a failure close their connections, so that all
 raise.
 
-A rank that is late between two steps is named, and waited for up to the job's own time limit: it
-may evaluate, or write a file.
+A rank that is late in code of the user's between two steps is named, and waited for up to the job's
+own time limit: it may evaluate, or write a file.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ class Heartbeat:
         if not late or not waiting:
             return
         text = _lateness(ranks, late, waiting)
-        if all(ranks[rank].step is not None for rank in late):
+        # Outside of a step too, a rank that exchanges something there waits for those in the step.
+        if all(ranks[rank].step is not None or ranks[rank].doing for rank in late):
             publish_failure(text, self._store)
         elif self._named != (named := (ranks[waiting[0]].step, late)):
             self._named = named

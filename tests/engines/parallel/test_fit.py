@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from engines.parallel.fit import FitResult
 from engines.state.checkpoint.folder import complete_saves, unlock
@@ -307,19 +308,41 @@ def test_a_classic_loop_is_resumed_by_three_lines(pool: Pool, tmp_path: Path) ->
     assert torch.tensor(whole[0]).isfinite().all()
 
 
-def _different_lengths() -> str:
+class Stream(IterableDataset[tuple[Tensor, ...]]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        rows: TensorDataset = global_batches().dataset  # type: ignore[assignment]
+        return (rows[number] for number in range(len(rows)))
+
+
+def test_a_stream_that_does_not_know_its_length_trains_and_resumes(tmp_path: Path) -> None:
+    for steps in (3, 5):
+        parallel, _ = build(ALONE, steps=STEPS)
+        loader = DataLoader(Stream(), batch_size=16)
+        assert parallel.fit(loader, steps=steps, save=tmp_path).steps == steps
+    assert parallel.fit(loader, epochs=1, save=tmp_path).steps == 9
+
+
+def _different_lengths(is_fit: bool) -> str:
     parallel, _ = build("dp_replicate=2", steps=STEPS)
     batches = list(global_batches())[: 3 - dist.get_rank()]
     try:
-        parallel.fit(batches, epochs=1)
+        if is_fit:
+            parallel.fit(batches, epochs=1)
+        for batch in parallel.shard(batches):
+            parallel.train_step(batch)
     except RankMismatchError as error:
         return str(error)
     return "no error"
 
 
 @pytest.mark.dist
-def test_loaders_of_different_lengths_are_refused_before_the_first_step(pool: Pool) -> None:
+@pytest.mark.parametrize("is_fit", [True, False])
+def test_loaders_of_different_lengths_are_refused_before_the_first_step(
+    pool: Pool, is_fit: bool
+) -> None:
     """Under DDP the rank with more batches would wait for the other one in its last step."""
-    for text in pool.run(_different_lengths, world_size=2):
+    for text in pool.run(_different_lengths, is_fit, world_size=2):
         assert "length of the loader in batches: rank 0 has 3, rank 1 has 2" in text
         assert "the same loader of global batches" in text

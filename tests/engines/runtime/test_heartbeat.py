@@ -43,6 +43,14 @@ def raises() -> None:
     ends()
 
 
+def saves() -> None:
+    """In place of the step that the others are in, as after a shorter loader."""
+    activity._step = None
+    world = join_world(timeout_s=500)
+    with rank_error_context("saving"):
+        require_same("checkpoint folder", "x x", world)
+
+
 def ends() -> None:
     heartbeat._end_with_process()
     os._exit(0)
@@ -55,6 +63,7 @@ OF_RANK_1: dict[str, Callable[[], None]] = {
     "loops": endless_loop,
     "raises": raises,
     "ends": ends,
+    "saves": saves,
     "last": lambda: None,
 }
 
@@ -69,7 +78,7 @@ def job(rank: int, ranks: int, port: int, mode: str, answer: Connection) -> None
     heartbeat.start_heartbeat()
     dist.all_reduce(torch.ones(1))
     try:
-        with activity.in_step(5, bound_s=1.0 if mode == "loops" else 500):
+        with activity.in_step(5, bound_s=1.0 if mode in ("loops", "saves") else 500):
             if rank == 1:
                 OF_RANK_1[mode]()
             if mode in ("store", "raises", "ends"):
@@ -124,6 +133,13 @@ def test_a_rank_that_loops_in_a_step_is_named_with_its_step_and_the_place_in_its
         assert "rank 1 is late: ranks 0, 2 wait in step 5, adding (gloo:all_reduce), for" in text
         assert "rank 1 is in step 5" in text
         assert "in endless_loop: time.sleep(0.1)" in text
+
+
+@pytest.mark.dist
+def test_ranks_that_wait_for_each_other_in_different_places_are_named() -> None:
+    for text in answers("saves"):
+        assert "rank 1 is late: ranks 0, 2 wait in step 5, adding (gloo:all_reduce), for" in text
+        assert "rank 1 is between two steps, saving" in text
 
 
 @pytest.mark.dist
