@@ -147,6 +147,7 @@ MAY_READ = {
     "advisor.report.glossary": "packaged",
     "advisor.report.html": "packaged",
     "advisor.tutorial.notebooks.ranks": "a file of its own child",
+    "engines.apply.proofs": "messages of ranks",
     "engines.state.checkpoint.agreement": "messages of ranks",
     "engines.state.checkpoint.folder": "writes, and locks",
     "engines.state.checkpoint.shard_file": "writes",

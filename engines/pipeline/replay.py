@@ -23,6 +23,7 @@ from engines.pipeline.segments import Key, Segment, unit_calls
 from profiles.errors import ModelError
 from profiles.model.flow import Flow
 from profiles.torch_compat import flatten, tensors_in, unflatten
+from profiles.torch_compat.checkpoint import checkpoints_only
 
 
 class _SegmentEnd(BaseException):
@@ -102,9 +103,11 @@ class Replay:
         arrivals = dict(zip(self.segment.received, crossed, strict=True))
         produced: dict[Key, Tensor] = {}
         calls = iter(self._recording.calls)
+        coming = next(calls, None)
 
         def replacement(name: str, own: Callable[..., object], args: Any, kwargs: Any) -> object:
-            call = next(calls, None)
+            nonlocal coming
+            call, coming = coming, next(calls, None)
             if call is None or call.unit != name:
                 raise ModelError(
                     f"the forward calls `{name}` where it called"
@@ -121,15 +124,18 @@ class Replay:
                 raise _SegmentEnd
             return output
 
+        def is_own() -> bool:
+            return coming is None or coming.number >= self.segment.first
+
         try:
-            with intercepted(self._model, self._units, replacement):
+            # A checkpoint that begins earlier would run units of other stages in the backward.
+            with intercepted(self._model, self._units, replacement), checkpoints_only(is_own):
                 output = forward()
         except _SegmentEnd:
             return tuple(self._value_to_send(key, produced, arrivals) for key in self.segment.sent)
-        left = next(calls, None)
-        if left is not None:
+        if coming is not None:
             raise ModelError(
-                f"the forward ends before it calls `{left.unit}`, as it did when it was recorded",
+                f"the forward ends before it calls `{coming.unit}`, as it did when it was recorded",
                 hints=["a pipeline needs a forward that takes the same path for equal shapes"],
             )
         return output

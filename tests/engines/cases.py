@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from profiles.capture.batch import Batch
 from profiles.machine.cluster import ClusterProfile, Device, Link
@@ -188,6 +189,21 @@ class TinyLSTM(nn.Module):
         return out
 
 
+class Checkpointed(TinyGPT):
+    """The author checkpoints two blocks together, and code around each of them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position[: ids.shape[1]]
+        x = checkpoint(self._both, x, use_reentrant=False)
+        x = checkpoint(lambda y: y * torch.sigmoid(self.blocks[2](y)), x, use_reentrant=False)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def _both(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks[1](torch.tanh(self.blocks[0](x)) * x)
+        return out
+
+
 class Exits(TinyGPT):
     """A head after the first block too: its logits are in the loss, and nothing else takes them."""
 
@@ -263,6 +279,7 @@ WIRINGS = {
     "unet": Case(TinyUNet, _images),
     "siamese": Case(Siamese, _images),
     "overwriting": Case(Overwriting, _images),
+    "checkpointed": Case(Checkpointed, _tokens, token_loss),
     "exits": Case(Exits, _tokens, _exits_loss),
 }
 """What is awkward about these is what crosses a cut of them."""

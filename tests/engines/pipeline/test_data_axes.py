@@ -100,6 +100,12 @@ def test_split_layers_in_replicas_shards_and_stages_train_like_one_process(
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("stages", ["blocks.1", "norm"])
+def test_a_border_within_or_after_what_the_author_checkpoints(pool: Pool, stages: str) -> None:
+    check(pool, "checkpointed", f"pp=2 schedule=1f1b microbatches=2 stages={stages}")
+
+
+@pytest.mark.dist
 def test_logits_split_over_the_vocabulary_cross_to_the_loss(pool: Pool) -> None:
     styles = "tensor_styles=embed:vocab,early:vocab,head:vocab"
     check(pool, "exits", f"pp=2 tp=2 schedule=1f1b microbatches=2 stages=blocks.1 {styles}")
