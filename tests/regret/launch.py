@@ -15,7 +15,7 @@ from tests.regret.cases import MACHINES, Case
 from tests.regret.ranks import RESTART
 from tests.regret.report import Result
 
-STARTS = 5
+STARTS = 12
 """Of one case: each leaves a plan out that broke the ranks before."""
 BESIDES_S = 420.0
 """What a start may take besides the time for its plans: imports, bench, decision, the last plan."""
