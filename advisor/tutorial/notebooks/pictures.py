@@ -221,9 +221,32 @@ def schedules(played: Mapping[Schedule, Drawn]) -> Picture:
 
 def split_sizes(sweep: Sweep) -> Picture:
     """Plot step time by microbatch size, predicted and measured with their ranges."""
-    from advisor.whatif.sweep.picture import figure_of
-
-    return Picture(figure_of(sweep))
+    figure, (panel,) = _panels(1, height=3.4)
+    points = sweep.points
+    values = [point.value or 0.0 for point in points]
+    panel.plot(values, [p.step_s * MS for p in points], "-o", color=BLUE, label="predicted")
+    low, high = ([getattr(p, name) * MS for p in points] for name in ("low_s", "high_s"))
+    panel.fill_between(values, low, high, color=BLUE, alpha=0.15, label="range of the prediction")
+    timings = [point.measured for point in points if point.measured]
+    panel.errorbar(
+        [point.value or 0.0 for point in points if point.measured],
+        [t.median_s * MS for t in timings],
+        yerr=(
+            [(t.median_s - t.low_s) * MS for t in timings],
+            [(t.high_s - t.median_s) * MS for t in timings],
+        ),
+        fmt="--s",
+        color=RED,
+        capsize=4,
+        label="measured",
+    )
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(values, [f"{value:g}" for value in values])
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel(f"split size (samples of {sweep.global_batch_size})")
+    panel.set_ylabel("a step (ms)")
+    panel.legend(frameon=False)
+    return Picture(figure)
 
 
 def staleness(

@@ -10,7 +10,6 @@ from profiles.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Curves with a wider span use a logarithmic axis: 1 to 60 images a split, say.
 _WIDE = 20.0
@@ -41,14 +40,7 @@ def require_matplotlib() -> None:
 
 
 def picture(sweep: Sweep) -> bytes:
-    """`figure_of` as PNG."""
-    written = io.BytesIO()
-    figure_of(sweep).savefig(written, format="png", dpi=120)
-    return written.getvalue()
-
-
-def figure_of(sweep: Sweep) -> Figure:
-    """Plot seconds per step, predicted and measured, with ranges as error bars.
+    """Plot seconds per step as PNG, predicted and measured, with ranges as error bars.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -68,7 +60,9 @@ def figure_of(sweep: Sweep) -> Figure:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=120)
+    return written.getvalue()
 
 
 def _curve(axes: Axes, sweep: Sweep) -> None:
