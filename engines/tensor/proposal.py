@@ -107,7 +107,7 @@ def propose_styles(
     kinds = unit_kinds(model, sample, list(rules), has_target=has_target)
     running = [path for kind in kinds for path in kind.paths]
     first = {parameter: name for name, parameter in model.named_parameters()}
-    whole: dict[str, frozenset[str]] = {}  # what must be, by unit
+    whole = _in_several_units(model, running)  # what must be, by unit
     known: dict[tuple[str, frozenset[str]], _Trial] = {}
     while True:
         styles: Styles = {}
@@ -285,6 +285,20 @@ class _Trial:
         if not verdict.why_not:
             self.styles, self.partial = combined, verdict.partial
         return verdict.why_not
+
+
+def _in_several_units(model: nn.Module, units: Sequence[str]) -> dict[str, frozenset[str]]:
+    """The layers of each unit that have another path too, in another unit: one split for all."""
+    paths: dict[int, dict[str, tuple[str, str]]] = {}
+    for unit in units:
+        for inner, module in model.get_submodule(unit).named_modules():
+            if can_split(module):
+                paths.setdefault(id(module), {})[joined(unit, inner)] = unit, inner
+    shared: dict[str, frozenset[str]] = {}
+    for places in paths.values():
+        for unit, inner in places.values() if len(places) > 1 else ():
+            shared[unit] = shared.get(unit, frozenset()) | {inner}
+    return shared
 
 
 def _leave_logits_split(profile: ModelProfile, styles: Styles) -> None:

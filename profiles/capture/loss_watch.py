@@ -31,6 +31,9 @@ _MOVES = frozenset(
 )
 _LOSSES = {function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)}
 
+_FIRST = 2**40
+"""The number of the first element: no code writes such a value where it pads."""
+
 _SILENT = ABOUT_SHAPE | ABOUT_GRADIENT | DETACHES
 
 
@@ -46,7 +49,7 @@ class LossWatch(TorchFunctionMode):
         self._count = 0
         self._of_loss: int | None = None
         self._readers: dict[int, str] = {}
-        first = 0
+        first = _FIRST
         for name, value in batch_items(batch):
             if isinstance(value, Tensor) and value.ndim and _is_index(value):
                 last = first + value.numel()

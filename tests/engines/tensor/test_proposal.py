@@ -104,6 +104,14 @@ def test_a_unit_that_cannot_be_tried_is_left_whole_with_a_note() -> None:
     )
 
 
+def test_a_layer_that_two_blocks_hold_is_left_whole_and_others_are_split() -> None:
+    first, second, third = (units.Attention() for _ in range(3))
+    third.q = second.q
+    actual = dict(proposed(units.Stack([first, second, third])).styles)
+    assert "blocks.0.q" in actual
+    assert not {"blocks.*.q", "blocks.1.q", "blocks.2.q"} & set(actual)
+
+
 def test_a_model_without_a_layer_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match="no layer that tensor parallelism could split"):
         proposed(units.Stack([nn.LayerNorm(units.WIDTH), nn.LayerNorm(units.WIDTH)]))

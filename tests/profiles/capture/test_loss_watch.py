@@ -76,6 +76,18 @@ def test_targets_of_a_loss(loss_fn: Callable[..., Tensor], terms: LossTerms | No
     assert capture(Tokens(), (IDS, IDS.clone()), loss_fn=loss_fn).loss_terms == terms
 
 
+def test_an_ignored_value_is_none_of_the_numbers_of_many_targets() -> None:
+    ids = torch.randint(0, 9, (4, 100), generator=torch.Generator().manual_seed(0))
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=255)
+
+    # Elements of the target alone are numbered from the first: the batch has no other integers.
+    features = nn.functional.one_hot(ids, 9).float()
+    terms = capture(nn.Linear(9, 9), (features, ids), loss_fn=loss).loss_terms
+    assert terms == LossTerms(name="element 1", ignored=255)
+
+
 @pytest.mark.parametrize(("name", "skipped"), [("gpt2", 1), ("llama", 1), ("bert", 0), ("t5", 0)])
 def test_losses_inside_of_transformers(name: str, skipped: int) -> None:
     pytest.importorskip("transformers")
