@@ -128,3 +128,75 @@ def test_a_sparse_gradient_leaves_those_of_other_layers_as_they_are_under_ddp(po
     for stock, ours in pool.run(_summed, world_size=2):
         assert torch.allclose(stock, torch.full((5,), 0.5))
         assert torch.allclose(ours, torch.ones(5), atol=1e-4)
+
+
+class WritesToItsInput(nn.Module):
+    """A layer that changes its input in place, as `nn.ReLU(inplace=True)` before a layer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.relu_())
+        return out
+
+
+class InPlace(nn.Module):
+    """Its second layer writes to what the first one returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([WritesToItsInput(), WritesToItsInput()])
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Tied(nn.Module):
+    """Two layers of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(2)])
+        self.blocks[1].weight = self.blocks[0].weight
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks[1](self.blocks[0](x)))
+        return out
+
+
+def _sharded(build: type[nn.Module]) -> tuple[str, float]:
+    """The error of plain FSDP2 with a unit a block, and our gradients' largest."""
+    case = Case(build, hungry_batch, F.cross_entropy)
+    batch, stock = hungry_batch(8), ""
+    plain = build()
+    try:
+        for block in plain.get_submodule("blocks"):  # type: ignore[union-attr]
+            fully_shard(block)
+        F.cross_entropy(fully_shard(plain)(batch[0]), batch[1]).backward()
+    except (AssertionError, RuntimeError, ValueError) as error:
+        stock = str(error)
+    reference, parallel = spread(case, "dp_shard=2")
+    parallel.forward_backward(local_rows(parallel, batch, 8))
+    reference_loss(reference, case, batch).backward()
+    return stock, gradient_error(parallel, reference)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [(InPlace, "is a view and is being modified inplace"), (Tied, "FSDP")],
+)
+def test_blocks_that_write_to_their_input_or_share_a_matrix_train_sharded(
+    pool: Pool, build: type[nn.Module], said: str
+) -> None:
+    for stock, error in pool.run(_sharded, build, world_size=2):
+        assert said in stock
+        assert error < 1e-5
