@@ -192,7 +192,10 @@ def _sharded(build: type[nn.Module]) -> tuple[str, float]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("build", "said"),
-    [(InPlace, "is a view and is being modified inplace"), (Tied, "FSDP")],
+    [
+        (InPlace, "is a view and is being modified inplace"),
+        (Tied, "is shared with a parameter already managed by another FSDP group"),
+    ],
 )
 def test_blocks_that_write_to_their_input_or_share_a_matrix_train_sharded(
     pool: Pool, build: type[nn.Module], said: str
