@@ -41,8 +41,7 @@ from engines.parallel.interop import InteropMixin
 from engines.parallel.monitoring import MonitoringMixin
 from engines.parallel.naming import NamingMixin
 from engines.parallel.recovery import RecoveryMixin
-from engines.plan import Aggregation, Plan
-from engines.runtime.activity import activity
+from engines.plan import Plan
 from engines.runtime.heartbeat import start_heartbeat
 from engines.runtime.learning_rate import Rates
 from engines.runtime.mesh import Mesh
@@ -98,7 +97,6 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         optimizer: steps the parameters that this rank holds.
         data_rank, data_world_size: this rank's part of the data, of how many.
         steps: times of `train_step`.
-        step_bound: how long ranks wait for each other in a step, by these times.
         offload_pool: the memory outside the device that the plan takes for activations, for states
             of whole parameters or for files, and how much of it; None where it takes none.
     """
@@ -198,18 +196,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             experts=experts.names if experts is not None else (),
             every=check_replicas_every,
         )
-        self._settings = EqualSettings(
-            optimizer,
-            world,
-            stage=mesh.pp.position,
-            stages=mesh.pp.size,
-            every=check_replicas_every if plan.updates_in_step else 0,
-        )
-        # Stages, and aggregation by hand: their ranks do not send equally many messages.
-        axes = [mesh.pp, *([] if plan.aggregation is Aggregation.BACKEND else [mesh.replicas])]
-        self._uneven_groups = [axis.group for axis in axes if axis.group is not None]
-        self._is_pending = False
-        self._is_unchecked = False
+        self._settings = EqualSettings(optimizer, world, mesh.pp, every=check_replicas_every)
+        self._is_pending = self._is_unchecked = False
         optimizer.register_step_pre_hook(self._before_update)
         if not self._job.is_fake and plan.updates_in_step:
             start_heartbeat()  # other plans go on without a lost rank
@@ -307,9 +295,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         """
         self._require_own_batch()
         self._require_ready()
-        bound_s = self.step_bound.next_s()
-        with activity.in_step(self.step + 1, bound_s=bound_s, uneven=self._uneven_groups):
-            return self._redone(lambda: self._forward_backward(batch))
+        return self._redone(lambda: self._forward_backward(batch))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         with self._own.synchronised():

@@ -10,22 +10,32 @@ from engines.data.noise_scale import NoiseMeter, NoiseScale
 from engines.offload.pool import OffloadPool
 from engines.parallel.scheduling import base_rates
 from engines.plan import Plan
+from engines.runtime.activity import activity
 from engines.runtime.learning_rate import Rates, ScaledRate, ScalingRule
+from engines.runtime.mesh import Mesh
 from engines.runtime.peak_memory import PeakMemory, gather_peaks, measure_peak
 from engines.runtime.rank_times import Imbalance, RankTimer
+from engines.runtime.step_bound import StepBound
 from engines.runtime.steps import Steps
 from engines.runtime.world import World, rank_error_context
 from profiles.errors import InputError
 
 
 class MonitoringMixin:
-    """Gradient noise, learning rates, times of ranks, and peak memory of devices."""
+    """Gradient noise, learning rates, times of ranks, and peak memory of devices.
+
+    Attributes:
+        step_bound: how long ranks wait for each other in a step, by `steps`.
+    """
 
     plan: Plan
     offload_pool: OffloadPool | None
     scheduler: LRScheduler | None
+    step: int
+    step_bound: StepBound
     steps: Steps
     _job: World
+    _mesh: Mesh
     _rates: Rates
     _noise: NoiseMeter | None
     _own: RankTimer
@@ -71,6 +81,11 @@ class MonitoringMixin:
                 hints=["give `measure_noise=True`, and train with `train_step`"],
             )
         return scale
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        """Around a step up to its gradients: other ranks see that this one is in it."""
+        bound_s, uneven = self.step_bound.next_s(), self._mesh.uneven_groups
+        return activity.in_step(self.step + 1, bound_s=bound_s, uneven=uneven)
 
     def _measured_noise(self, index: int) -> AbstractContextManager[None]:
         return nullcontext() if self._noise is None else self._noise.microbatch(index)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -92,7 +92,8 @@ class RecoveryMixin:
         while True:
             before = self._note_state() if self.next_plan else None
             try:
-                return attempt()
+                with self._in_step():
+                    return attempt()
             except BaseException as error:
                 own = shortage_of(error, rank=self._world.rank, device=self._world.device)
                 self._abandon()
@@ -120,6 +121,9 @@ class RecoveryMixin:
                 raise
             because = "in the update, which may have changed some parameters"
             raise self._ended(own, self._answer(own), because) from error
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        raise NotImplementedError
 
     def _note_state(self) -> _State:
         if self._state is None:

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 from pydantic import Field
 
-from profiles.record import Record
-from profiles.torch_compat import every_group, last_collective, messages_of
+from profiles.record import Record, json_object
+from profiles.torch_compat import every_group, messages_of, recorded_messages
 
 DEEPEST_FRAMES = 12
 """Of a stack that is shown: the user's call and what it led to."""
@@ -118,7 +118,7 @@ class ActivityLog:
             bound_s=bound_s,
             messages={name: n for name, (group, n) in counts.items() if group not in uneven},
             has_uneven_groups=bool(uneven),
-            collective=last_collective() if stands and step is not None else "",
+            collective=_last_collective() if stands and step is not None else "",
             stack=tuple(_stack_of(self._thread)) if stands else (),
         )
 
@@ -150,6 +150,11 @@ def late_ranks(ranks: Mapping[int, Activity]) -> list[int]:
 def _is_in_a_wait(each: Activity) -> bool:
     innermost = each.stack[-1] if each.stack else ""
     return "torch/distributed/" in innermost or ".wait(" in innermost
+
+
+def _last_collective() -> str:
+    entries = json_object(recorded_messages(), where="flight recorder").get("entries")
+    return str(entries[-1]["profiling_name"]) if entries else ""
 
 
 def _name(group: dist.ProcessGroup) -> str:

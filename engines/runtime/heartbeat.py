@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -37,6 +36,7 @@ from engines.runtime.failures import (
     publish_failure,
 )
 from profiles.errors import RankError
+from profiles.record import json_object
 from profiles.torch_compat import default_store, is_tcp, second_line
 from profiles.units import format_seconds
 
@@ -161,7 +161,7 @@ class Heartbeat:
 def _activity_of(beat: str) -> Activity | None:
     """The activity in a beat; None in the first one and in last words."""
     _, _, text = beat.partition(" ")
-    return Activity.model_validate(json.loads(text)) if text else None
+    return Activity.build(json_object(text)) if text else None
 
 
 def _lateness(ranks: dict[int, Activity], late: list[int], waiting: list[int]) -> str:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from engines.plan import AXES, DataParallel, Plan
+from engines.plan import AXES, Aggregation, DataParallel, Plan
 from engines.runtime.world import World
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -88,6 +88,14 @@ class Mesh:
     def of_one(cls, world: World) -> Mesh:
         """The mesh of a rank that makes its steps without the others."""
         return cls(Plan(), replace(world, rank=0, size=1))
+
+    @property
+    def uneven_groups(self) -> list[dist.ProcessGroup]:
+        """Groups whose ranks rightly send different numbers of messages: stages, and replicas whose
+        gradients are aggregated by hand."""
+        is_by_hand = self._plan.aggregation is not Aggregation.BACKEND
+        axes = [self.pp, *([self.replicas] if is_by_hand else [])]
+        return [axis.group for axis in axes if axis.group is not None]
 
     def between_stages(self, positions: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the ranks at these `positions` on the pp axis, one for every place on the

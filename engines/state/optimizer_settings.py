@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from engines.runtime.mesh import Axis
 from engines.runtime.rank_agreement import Topic, require_agreement
 from engines.runtime.world import World, largest_over_ranks
 from profiles.errors import RankMismatchError
@@ -37,8 +38,8 @@ class EqualSettings:
     """Compares the settings of ranks' parameter groups between two steps.
 
     Args:
-        stage, stages: of a pipeline: a factory may make other groups in each, which are not
-            compared with each other.
+        stages: of a pipeline: a factory may make other groups in each, which are not compared with
+            each other.
         every: steps between two comparisons; 0: never.
     """
 
@@ -46,13 +47,12 @@ class EqualSettings:
         self,
         optimizer: torch.optim.Optimizer,
         world: World,
+        stages: Axis,
         *,
-        stage: int,
-        stages: int,
         every: int,
     ) -> None:
         self._optimizer, self._world = optimizer, world
-        self._stage, self._stages = stage, stages
+        self._stage, self._stages = stages.position, stages.size
         self._every = 0 if world.size == 1 or world.is_fake else every
         self._compared = 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,11 +91,11 @@ def messages_of(group: dist.ProcessGroup) -> int:
     return int(cast(Any, group)._get_sequence_number_for_group())
 
 
-def last_collective() -> str:
-    """The last collective that this process began, "gloo:all_reduce"; empty if torch kept none."""
+def recorded_messages() -> str:
+    """The last messages of this process as torch's flight recorder has them, an object in JSON with
+    `entries` that have a `profiling_name`; an empty one if torch keeps none."""
     recorded = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    entries = json.loads(recorded()).get("entries", ()) if recorded is not None else ()
-    return str(entries[-1]["profiling_name"]) if entries else ""
+    return recorded().decode() if recorded is not None else "{}"
 
 
 def second_line(store: dist.Store) -> dist.Store:
