@@ -283,7 +283,8 @@ def _known_precision(model: ModelProfile, cluster: ClusterProfile) -> str:
     known = [
         p.value
         for p in Precision
-        if p.dtype in cluster.device.flop_per_s and model.dtype in (p.dtype, "float32")
+        if p.dtype in cluster.device.flop_per_s
+        and (p.dtype == model.dtype or (model.dtype == "float32" and p is not Precision.FP64))
     ]
     if known:
         return f"set precision={' or '.join(reversed(known))}"

@@ -68,11 +68,15 @@ class Precision(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+    FP64 = "fp64"
 
     @property
     def dtype(self) -> str:
         """torch's name of the dtype."""
-        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.value]
+        return _DTYPES[self.value]
+
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 class Aggregation(StrEnum):
