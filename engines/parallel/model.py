@@ -137,8 +137,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         super().__init__()
         self.module = module
         self.plan = plan
-        self.decision = None
-        self.next_plan = None
+        self.decision = self.next_plan = None
         self.optimizer = optimizer
         self.offload_pool = offload_pool
         self._exchange = exchange or UpdateExchange(
@@ -151,10 +150,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._rates = Rates(optimizer)
         self._own = RankTimer(module, plan, profile, world)
         self._profile = profile
-        self._world = world
-        self._job = job or world
-        self._mesh = mesh
-        self._layout = layout
+        self._world, self._job = world, job or world
+        self._mesh, self._layout = mesh, layout
         self._loss_fn = loss_fn
         self._max_grad_norm = max_grad_norm
         self.loss_scaler = scaler
