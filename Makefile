@@ -45,7 +45,7 @@ demo: $(STAMP)
 	@start=$$SECONDS; $(BIN)/advise demo $(DEMO); echo "== demo took $$((SECONDS - start)) s"
 
 test: $(STAMP)
-	@echo "== tests: 20 to 30 minutes on 2 cores"
+	@echo "== tests: about 13 minutes on 2 idle cores"
 	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS); \
 	echo "== tests took $$((SECONDS - start)) s"
 

@@ -61,11 +61,14 @@ def compute_error(cluster: ClusterProfile, dtype: str) -> float:
 
 
 def update_error(cluster: ClusterProfile, dtype: str) -> float:
-    """Half-width of the range of the optimizer's step, as a fraction."""
+    """Half-width of the range of the optimizer's step, as a fraction. On a processor it may be
+    launches tensor by tensor."""
     step = _step(cluster)
-    if step is None or step.update_error is None:
-        return compute.compute_error(cluster.device, dtype)
-    return step.update_error
+    if step is not None and step.update_error is not None:
+        return step.update_error
+    device = cluster.device
+    launching = compute.launch_error(device) if device.kind == "cpu" else 0.0
+    return max(compute.compute_error(device, dtype), launching)
 
 
 def launch_error(cluster: ClusterProfile) -> float:

@@ -52,10 +52,7 @@ def assemble(
     )
     step_s = time.total
     launch_doubt = anchored.launch_error(facts.cluster)
-    # The update is always a roofline; on a processor, launches tensor by tensor.
-    update_doubt = anchored.update_error(facts.cluster, dtype)
-    if device.kind == "cpu":
-        update_doubt = max(update_doubt, launch_doubt)
+    update_doubt = anchored.update_error(facts.cluster, dtype)  # never of measured blocks
     computed = busy.compute_s + busy.recompute_s
     working = computed + update_s
     compute_doubt = (computing.error * computed + update_doubt * update_s) / working

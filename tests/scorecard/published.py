@@ -67,7 +67,7 @@ def published(folder: Path = FOLDER, files: Collection[str] | None = None) -> li
         with path.open(newline="", encoding="utf-8") as file:
             for cells in csv.DictReader(file):
                 framework = cells.get("framework") or frameworks().get(path.stem, "")
-                row = row_of({**cells, "framework": framework}, where=path.name)
+                row = row_of({**cells, "framework": framework})
                 results.append(
                     Published(
                         file=path.stem,
