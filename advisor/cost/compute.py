@@ -32,7 +32,7 @@ COMPUTE_ERROR = 0.15
 HOOKS, MODES = 2, 5
 # Python code of FSDP2 (2.13) in a forward or a backward, in launches: of a unit, and of each of its
 # parameters, which are copied into a buffer and out of it, and swapped. 280 us and 28 for both, in
-# one process on a processor whose launches take 14.
+# one process on a processor whose launches take 14 (`python -m tests.benchmarks.shard_host`).
 SHARD_UNIT, SHARD_TENSOR = 10, 1
 # Blocks timed alone differ from a step: their weights stay cached, and no gradients are passed on.
 # Three small GPTs on a shared CPU, forward and backward alternating with their blocks: medians of

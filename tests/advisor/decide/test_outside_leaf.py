@@ -95,8 +95,8 @@ def as_timed(cluster: ClusterProfile) -> ClusterProfile:
 
 
 def test_the_tree_is_followed_unless_its_own_machines_were_timed() -> None:
-    """Replicas over slow links take three times a pipeline's step: said of a data sheet's rates,
-    taken on measured ones."""
+    """Replicas over slow links take hundreds of times a pipeline's step, which is said on a data
+    sheet's rates and taken on measured ones."""
     known = QUESTIONS["DDP over slow links"]
     advised = choose(known)
     timed = choose(known.model_copy(update={"cluster": as_timed(known.cluster)}))
