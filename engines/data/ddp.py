@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from engines.plan import Plan
+from engines.runtime.world import World
 from profiles.errors import ModelError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import leave_to_others, without_buffer_sync
@@ -67,6 +69,17 @@ def replicate(
     return runner
 
 
+def exchanges_gradients_alone(runner: object, plan: Plan, world: World) -> bool:
+    """True if the ranks of a step are replicas under DDP and nothing else: forwards exchange
+    nothing, and after the backward all have the same gradients."""
+    return (
+        isinstance(runner, DistributedDataParallel)
+        and world.size == plan.dp_replicate
+        and plan.updates_in_step
+        and not (plan.sync_batch_norm or world.is_fake)
+    )
+
+
 def _all_reduced(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
@@ -114,7 +127,9 @@ def _require_calls_through(runner: DistributedDataParallel) -> None:
     runner.module.register_forward_pre_hook(check)
 
 
-def require_all_reduced(model: DistributedDataParallel, profile: ModelProfile) -> None:
+def require_all_reduced(
+    parameters: Iterable[tuple[str, nn.Parameter]], profile: ModelProfile
+) -> None:
     """Require after a backward that every parameter which DDP waits for has a gradient.
 
     Raises:
@@ -123,7 +138,7 @@ def require_all_reduced(model: DistributedDataParallel, profile: ModelProfile) -
     """
     if profile.may_skip_parameters:
         return  # DDP then looks for unused parameters itself
-    for name, parameter in model.module.named_parameters():
+    for name, parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             raise ModelError(
                 f"`{name}` got no gradient in this step, it had one from the sample: DDP cannot"

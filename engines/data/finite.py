@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -26,6 +26,8 @@ from profiles.capture.batch import Batch
 from profiles.capture.batch_tree import batch_items
 from profiles.errors import NonFiniteError, UnknownNameError
 from profiles.torch_compat import is_batch_norm, tensors_in
+
+Parameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class FiniteGuard:
     """Looks at losses and gradients of every step, and stops all ranks or leaves the step out.
 
     Args:
+        parameters: returns those of the module, by name.
         world: the ranks that step together.
         scaler: of the losses; it follows what is seen here.
 
@@ -62,9 +65,15 @@ class FiniteGuard:
     """
 
     def __init__(
-        self, module: nn.Module, world: World, reaction: OnNonfinite, scaler: LossScaler
+        self,
+        module: nn.Module,
+        parameters: Parameters,
+        world: World,
+        reaction: OnNonfinite,
+        scaler: LossScaler,
     ) -> None:
         self._module = module
+        self._parameters = parameters
         self._world = world
         self._reaction = reaction
         self._scaler = scaler
@@ -89,7 +98,7 @@ class FiniteGuard:
             return loss
         # One reading of all gradients. A norm that overflows is of gradients whose squares do, as
         # Adam's second moments.
-        norm = nn.utils.get_total_norm(list(local_gradients(self._module).values()))
+        norm = nn.utils.get_total_norm(list(local_gradients(self._parameters()).values()))
         return loss + 0.0 * norm.to(loss)
 
     def passes(
@@ -116,7 +125,7 @@ class FiniteGuard:
         scaler.update(is_finite=not self.is_last_skipped)
         if not self.is_last_skipped:
             return True
-        gradient = first_nonfinite(dict(reversed(local_gradients(self._module).items())))
+        gradient = first_nonfinite(dict(reversed(local_gradients(self._parameters()).items())))
         self._module.zero_grad(set_to_none=True)
         facts = {"loss": "" if bool(own.isfinite()) else str(own.item()), "gradient": gradient}
         of_ranks = self._of_ranks(facts)

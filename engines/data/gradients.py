@@ -47,10 +47,10 @@ def clip_gradients(model: nn.Module, layout: Layout, mesh: Mesh, max_norm: float
     return norm
 
 
-def local_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """This rank's parts of gradients, in the order of the modules; of sparse ones the values."""
+def local_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """This rank's parts of gradients by name, in the order given; of sparse ones the values."""
     gradients = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters:
         if parameter.grad is not None:
             gradient = local_part(parameter.grad)
             gradients[name] = gradient._values() if gradient.is_sparse else gradient

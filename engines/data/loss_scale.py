@@ -106,6 +106,6 @@ class LossScaler:
 
     @torch.no_grad()
     def _multiply(self, factor: float) -> None:
-        gradients = list(local_gradients(self._module).values())
+        gradients = list(local_gradients(self._module.named_parameters()).values())
         if gradients:
             torch._foreach_mul_(gradients, factor)

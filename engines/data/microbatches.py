@@ -7,6 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,13 @@ from engines.data.loss_parts import LossParts, LossWeight, weight_of
 from engines.data.prefetch import CopiesAhead
 from engines.plan import Plan
 from engines.runtime.rank_agreement import require_agreement
-from engines.runtime.world import World, rank_error_context, sum_over_ranks, texts_of_ranks
+from engines.runtime.world import (
+    World,
+    rank_error_context,
+    start_sum_over_ranks,
+    sum_over_ranks,
+    texts_of_ranks,
+)
 from profiles.capture.batch import Batch
 from profiles.capture.batch_rows import batch_size, split_rows
 from profiles.capture.batch_tree import batch_tensors, describe, map_batch
@@ -27,6 +34,10 @@ from profiles.model.profile import ModelProfile
 log = logging.getLogger(__name__)
 
 FINGERPRINT_ELEMENTS = 2**14  # of a tensor; batches that differ do so in every row
+COUNTING = "counting the rows of the batch"
+FIRST_CUTS = 2
+"""Steps before ranks count beside their forwards: the first batches are compared, and the second
+forward of DDP agrees on the order of its buckets."""
 _DROP = "drop the short batch: DataLoader(..., drop_last=True)"
 
 
@@ -40,6 +51,34 @@ class _Cut:
     counts: list[float]
 
 
+class CutBatch:
+    """A rank's part of a batch in microbatches, whose weights follow from the counts of all ranks.
+
+    Attributes:
+        pieces: of this rank's rows. In a pipeline `weights` adds spare ones, for what others have.
+    """
+
+    def __init__(
+        self, pieces: list[Batch], weigh: Callable[[], tuple[list[Batch], Tensor]]
+    ) -> None:
+        self.pieces = pieces
+        self._weigh = weigh
+        self._weights: Tensor | None = None
+
+    @property
+    def weights(self) -> Tensor:
+        """The weight of each mean loss: fp32, on the device. Waits for the counts of all ranks.
+
+        Raises:
+            BatchError: another rank could not use its part of the batch.
+            RankMismatchError: the first batches of ranks differ in structure.
+        """
+        if self._weights is None:
+            spare, self._weights = self._weigh()
+            self.pieces += spare
+        return self._weights
+
+
 class MicrobatchCutter:
     """Cuts batches into microbatches; keeps a spare row for a microbatch without rows.
 
@@ -49,6 +88,7 @@ class MicrobatchCutter:
         parts: how losses of microbatches make up that of the batch, where that is known better.
         replica: number of the replica that this rank is part of.
         require: check of a step's microbatches by the plan's engine; raises BatchError.
+        overlaps: a forward exchanges nothing, so that ranks may count beside it.
 
     Attributes:
         is_sharded: a loader was split over the replicas.
@@ -69,6 +109,7 @@ class MicrobatchCutter:
         parts: LossParts | None = None,
         replica: int = 0,
         require: Callable[[Sequence[Batch]], None] | None = None,
+        overlaps: bool = False,
     ) -> None:
         self._module = module
         self._plan = plan
@@ -82,6 +123,7 @@ class MicrobatchCutter:
         self.copies = CopiesAhead(world.device)
         self._spare: Batch | None = None
         self._is_compared = False
+        self._overlaps, self._cuts = overlaps, 0
         self.is_sharded = False
         self.iterated: Callable[[], Iterable[ShardedLoader]] = tuple
         self.total = 0.0
@@ -89,10 +131,10 @@ class MicrobatchCutter:
 
     def follow(self, plan: Plan) -> None:
         """Cut as `plan` says from now on."""
-        self._plan = plan
+        self._plan, self._cuts = plan, 0
 
-    @rank_error_context("counting the rows of the batch")
-    def cut(self, batch: Batch) -> tuple[list[Batch], Tensor]:
+    @rank_error_context(COUNTING)
+    def cut(self, batch: Batch) -> CutBatch:
         """The plan's microbatches, and the weight of each mean loss.
 
         Gradients and losses are averaged over replicas, so a microbatch of n samples in a global
@@ -119,7 +161,25 @@ class MicrobatchCutter:
         if self._is_shared:
             own = float(_fingerprint(batch))
             prints[2 * self._replica : 2 * self._replica + 2] = own, own**2
-        sums = sum_over_ranks([self.counted, cut.rows, 0.0, *rounds, *prints], self._world)
+        counted = [self.counted, cut.rows, 0.0, *rounds, *prints]
+        sums = start_sum_over_ranks(counted, self._world)
+        weigh = partial(self._weigh, batch, cut, sums, len(rounds), own_rounds)
+        microbatches = CutBatch(cut.pieces, weigh)
+        self._cuts += 1
+        if not self._overlaps or self._cuts <= FIRST_CUTS:
+            _ = microbatches.weights
+        return microbatches
+
+    @rank_error_context(COUNTING)
+    def _weigh(
+        self,
+        batch: Batch,
+        cut: _Cut,
+        wait: Callable[[], list[float]],
+        of_rounds: int,
+        own_rounds: int,
+    ) -> tuple[list[Batch], Tensor]:
+        sums = wait()
         total, rows, failed = sums[:3]
         if failed:
             raise BatchError(
@@ -128,7 +188,7 @@ class MicrobatchCutter:
                 hints=["the output of the other ranks says why"],
             )
         if not self._world.is_fake:  # whose others send nothing
-            self._require_same(sums[3 + len(rounds) :])
+            self._require_same(sums[3 + of_rounds :])
         if not self._is_compared:
             self._is_compared = True
             topics = [batch_topic(batch, self._profile.batch_dims), length_topic(self.iterated())]
@@ -141,7 +201,7 @@ class MicrobatchCutter:
         scale = replicas / (total * of_replicas) if total else 0.0
         if self._is_sum:
             scale = float(replicas)
-        most = sum(1 for each in sums[3 : 3 + len(rounds)] if each)
+        most = sum(1 for each in sums[3 : 3 + of_rounds] if each)
         if most:
             self._require_no_batch_norms(f"{self.total:.0f} rows leave microbatches without a row")
         spare = [
@@ -149,7 +209,7 @@ class MicrobatchCutter:
         ]
         counts = [*cut.counts, *(0.0 for _ in spare)]
         weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
-        return [*cut.pieces, *spare], weights.to(self._world.device, dtype=torch.float32)
+        return spare, weights.to(self._world.device, dtype=torch.float32)
 
     @property
     def _is_shared(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.data.finite import FiniteGuard, nonfinite_element, nonfinite_output
+from engines.data.loss_mean import LossMean
 from engines.data.loss_scale import LossScaler
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.plan import Plan
@@ -31,6 +32,7 @@ class GuardingMixin:
     step: int
     _checksums: ReplicaChecksums
     _finite: FiniteGuard
+    _loss_mean: LossMean
     _is_unchecked: bool
     _rng: SharedRng
     _settings: EqualSettings
@@ -63,7 +65,7 @@ class GuardingMixin:
         self._is_unchecked = False
         if self._finite.is_on:
             unknown = torch.zeros((), device=self._world.device)
-            mean = self._average(self._finite.marked(unknown))
+            mean = self._loss_mean.finish(unknown)[0]
             self._finite.passes(mean, unknown, step=self.step + 1)
         self._compare_ranks_when_due()
 
@@ -98,9 +100,6 @@ class GuardingMixin:
         if not all(bool(loss.isfinite()) for loss in losses):
             return "every output is finite, the loss of it is not"
         return ""
-
-    def _average(self, value: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def _finish_pending(self) -> None:
         raise NotImplementedError

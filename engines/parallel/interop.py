@@ -139,6 +139,13 @@ class InteropMixin(nn.Module):
         self._is_pending = self._is_unchecked = True
         self._is_local = self._is_accumulating
 
+    def _finish_pending(self) -> None:
+        """After a backward of a classic loop, before its gradients are used."""
+        self._require_exchanged()
+        if self._is_pending:
+            self._is_pending = False
+            self._finish_gradients()
+
     def _require_exchanged(self) -> None:
         """Before a step of the optimizer, and before gradients are read."""
         if self._is_local or self._is_accumulating:

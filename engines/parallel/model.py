@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -20,14 +19,15 @@ from engines.blocks.logits import whole_tensors
 from engines.blocks.recompute import explained_recompute
 from engines.context.context import Context
 from engines.data.batch_norm import explained_single_values
-from engines.data.ddp import explained_reduction, require_all_reduced
+from engines.data.ddp import exchanges_gradients_alone, explained_reduction, require_all_reduced
 from engines.data.finite import FiniteGuard, OnNonfinite
 from engines.data.fsdp import drop_unused, prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
+from engines.data.loss_mean import LossMean
 from engines.data.loss_parts import LossParts, LossWeight
 from engines.data.loss_scale import LossScaler
-from engines.data.microbatches import MicrobatchCutter, weighted
+from engines.data.microbatches import CutBatch, MicrobatchCutter, weighted
 from engines.data.noise_scale import NoiseMeter
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.data.replicas import sum_gradients
@@ -70,9 +70,9 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
     MonitoringMixin,
     AsyncUpdatesMixin,
     FitMixin,
+    InteropMixin,  # before others that name what it has
     GuardingMixin,
     RecoveryMixin,
-    InteropMixin,
     nn.Module,
 ):
     """A model under a plan: train it with `train_step`, or in a classic loop.
@@ -164,10 +164,12 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._experts = experts
         self._rng = SharedRng(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
+        overlaps = exchanges_gradients_alone(runner, plan, world)
+        named = tuple(module.named_parameters())
         # Gradients that neither DDP nor FSDP2 averages.
         self._averaged = [
             name
-            for name, parameter in module.named_parameters()
+            for name, parameter in named
             if layout.holds(name)
             and not (experts is not None and name in experts.names)
             and mesh.replicas.size > 1
@@ -183,8 +185,12 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             parts=loss_parts,
             replica=mesh.data.position,
             require=context.require if context is not None else require,
+            overlaps=overlaps,
         )
-        self._finite = FiniteGuard(module, world, on_nonfinite, scaler)
+        # DDP holds on to its parameters, FSDP2 puts others in their place; walks take time.
+        self._named = (lambda: named) if is_wrapped else module.named_parameters
+        self._finite = FiniteGuard(module, self._named, world, on_nonfinite, scaler)
+        self._loss_mean = LossMean(world, mesh, self._finite, is_early=overlaps and noise is None)
         self._checksums = ReplicaChecksums(
             module,
             mesh,
@@ -295,30 +301,30 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         return self._redone(lambda: self._forward_backward(batch))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
-        with self._own.synchronised():
-            pieces, weights = self._cutter.cut(batch)
-        scale = self.loss_scaler.begin()
-        if self._noise is not None:
-            self._noise.begin(weights, samples=self._cutter.total, scale=scale)
         self._compare_ranks_when_due()
         self._follow_first_replica()
+        with self._own.synchronised():
+            microbatches = self._cutter.cut(batch)
+        scale = self.loss_scaler.begin()
+        if self._noise is not None:
+            self._noise.begin(microbatches.weights, samples=self._cutter.total, scale=scale)
         self._finite.begin()
         with self._rng.shared():
-            total = self._run(pieces, weights * scale) / scale
+            total = self._run(microbatches, scale) / scale
         self._finish_gradients()
         self._own.note_exchange()
         self._is_pending = self._is_unchecked = self._is_local = False
         self._check_unused()
         self._note_changed_buffers()
         self.steps.pace = self._own.compare() or self.steps.pace
-        noise = self._noise
-        sent = [self._finite.marked(total).reshape(1), *([] if noise is None else [noise.parts()])]
-        means = self._average(torch.cat(sent))
-        origin = partial(self._origin, pieces)
-        passes = self._finite.passes(means[0], total, step=self.step + 1, origin=origin)
-        if passes and noise is not None:
-            noise.note(means[1:])
-        return means[0]
+        of_noise = () if self._noise is None else (self._noise.parts(),)
+        means = self._loss_mean.finish(total, *of_noise)
+        mean = means[0]
+        origin = partial(self._origin, microbatches.pieces)
+        passes = self._finite.passes(mean, total, step=self.step + 1, origin=origin)
+        if passes and self._noise is not None:
+            self._noise.note(means[1:])
+        return mean
 
     @rank_error_context("averaging the loss")
     @torch.no_grad()
@@ -330,8 +336,9 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         total = torch.zeros((), device=self._world.device)
         if self._exchange.serves:
             return self._exchange.average(total, 0.0)
-        pieces, weights = self._cutter.cut(batch)
         self._follow_first_replica()
+        microbatches = self._cutter.cut(batch)
+        weights, pieces = microbatches.weights, microbatches.pieces
         with self._rng.shared():
             if self._pipeline is not None:
                 total += self._pipeline.evaluate(pieces, weights.unbind())
@@ -339,7 +346,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
                 pieces = []
             for piece, weight in zip(pieces, weights, strict=False):
                 total += weighted(self._loss(piece), weight)
-        return self._exchange.average(self._average(total), self._cutter.counted)
+        return self._exchange.average(self._loss_mean.of(total), self._cutter.counted)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
         """`loader` yields global batches; the result yields this replica's rows of each.
@@ -386,19 +393,24 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         loss = loss_of(output, piece, self._loss_fn)
         return loss.to(self._world.device)  # from the last part of a module placed by hand
 
-    def _run(self, pieces: list[Batch], weights: Tensor) -> Tensor:
+    def _run(self, microbatches: CutBatch, scale: float) -> Tensor:
         """Forwards and backwards of a step; its loss on this rank."""
         total = torch.zeros((), device=self._world.device)
         with explained_recompute(self.plan):
             if self._pipeline is not None:
+                weights = (microbatches.weights * scale).unbind()
                 return total + self._pipeline.forward_backward(
-                    pieces, weights.unbind(), around_round=self._backward_mode
+                    microbatches.pieces, weights, around_round=self._backward_mode
                 )
-            for index, piece in enumerate(pieces):
-                with self._backward_mode(index == len(pieces) - 1), self._measured_noise(index):
-                    loss = weighted(with_gradient(self._loss(piece)), weights[index])
+            last = len(microbatches.pieces) - 1
+            for index, piece in enumerate(microbatches.pieces):
+                with self._backward_mode(index == last), self._measured_noise(index):
+                    loss = with_gradient(self._loss(piece))
+                    loss = weighted(loss, microbatches.weights[index] * scale)
+                    total += loss.detach()
+                    if index == last:
+                        self._loss_mean.begin(total / scale)
                     loss.backward()
-                total += loss.detach()
         return total
 
     def _finish_gradients(self) -> None:
@@ -418,13 +430,6 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             pipeline.sum_ties()
         self.loss_scaler.unscale()
 
-    def _finish_pending(self) -> None:
-        """After a backward of a classic loop, before its gradients are used."""
-        self._require_exchanged()
-        if self._is_pending:
-            self._is_pending = False
-            self._finish_gradients()
-
     def _backward_mode(self, last: bool) -> AbstractContextManager[None]:
         """Around a backward, or a round of a pipeline: sets the exchange at its end."""
         if isinstance(self.module, FSDPModule):
@@ -437,14 +442,6 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
 
     def _check_unused(self) -> None:
         if isinstance(self._runner, DistributedDataParallel):
-            require_all_reduced(self._runner, self._profile)
+            require_all_reduced(self._named(), self._profile)
         elif isinstance(self.module, FSDPModule):
             drop_unused(self.module, self._profile)
-
-    def _average(self, value: Tensor) -> Tensor:
-        """The mean over replicas and parts of a sequence. Ranks of a pipeline without a loss have
-        zero, and those of the tp axis all have the same."""
-        if self._world.size > 1:
-            dist.all_reduce(value)
-            value /= self._mesh.replicas.size * self._mesh.tp.size
-        return value

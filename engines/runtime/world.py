@@ -6,7 +6,7 @@ Every wait here is bounded, and a wait that runs out names the rank that was mis
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -218,20 +218,31 @@ def sum_over_ranks(
 
     Sent by the CPU where the group has a CPU backend, so that no GPU is waited for.
     """
-    return _reduce(values, world, dist.ReduceOp.SUM, group)
+    return _reduce(values, world, dist.ReduceOp.SUM, group)()
+
+
+def start_sum_over_ranks(values: list[float], world: World) -> Callable[[], list[float]]:
+    """`sum_over_ranks` that is waited for by calling the result."""
+    return _reduce(values, world, dist.ReduceOp.SUM, None)
 
 
 def largest_over_ranks(values: list[float], world: World) -> list[float]:
     """Element-wise maxima of small host numbers over all ranks; see `sum_over_ranks`."""
-    return _reduce(values, world, dist.ReduceOp.MAX, None)
+    return _reduce(values, world, dist.ReduceOp.MAX, None)()
 
 
 def _reduce(
     values: list[float], world: World, operation: Any, group: dist.ProcessGroup | None
-) -> list[float]:
+) -> Callable[[], list[float]]:
     if world.size == 1:
-        return values
+        return lambda: values
     on_cpu = "gloo" in str(dist.get_backend_config(group))
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu" if on_cpu else world.device)
-    dist.all_reduce(tensor, op=operation, group=group)
-    return [float(value) for value in tensor.tolist()]
+    work = dist.all_reduce(tensor, op=operation, group=group, async_op=True)
+
+    def finish() -> list[float]:
+        if work is not None:  # of fake groups there is none
+            work.wait()
+        return [float(value) for value in tensor.tolist()]
+
+    return finish

@@ -122,7 +122,7 @@ def race(
     Args:
         steps: of a turn.
         without: scripts that brought the job down before.
-        say: called before each script, so that one that hangs is known.
+        say: called before each turn of a script, so that one that hangs is known.
     """
     subject = SUBJECTS[name]
     attempts: list[Attempt] = []
@@ -141,13 +141,14 @@ def race(
             attempts.append(attempt)
             continue
         attempt.end()
-    say("")
     turns: dict[str, list[float]] = {attempt.script: [] for attempt in attempts}
     order = random.Random(0)
     for _ in range(rounds):
         order.shuffle(attempts)
         for attempt in attempts:
+            say(attempt.script)
             turns[attempt.script].append(attempt.turn(steps))
+    say("")
     losses = {a.script: [statistics.mean(step) for step in zip(*from_all(a.losses), strict=True)]
               for a in attempts}  # fmt: skip
     reference = losses.get(PLAIN) if subject.has_batch_norms else alone(subject, job, rounds, steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import sys
@@ -15,7 +16,7 @@ from profiles.machine.probe import probe
 from profiles.record import write_text
 from tests.peers.capacity import capacity
 from tests.peers.race import from_all, race
-from tests.peers.run import BENCH_S, LINKS, RANK_TIMEOUT_S, Request
+from tests.peers.run import BENCH_S, LINKS, RANK_TIMEOUT_S, SCRIPT_TIMEOUT_S, Request
 from tests.peers.scripts import Job
 
 
@@ -33,6 +34,7 @@ def main(path: str) -> None:
     )
 
     def say(script: str) -> None:
+        faulthandler.dump_traceback_later(SCRIPT_TIMEOUT_S, exit=True)
         if world.rank == 0:
             (folder / "now.txt").write_text(script)
 
@@ -49,6 +51,7 @@ def main(path: str) -> None:
             done = race(
                 task.subject, link, job, rounds=rounds, steps=steps, without=task.without, say=say
             )
+        faulthandler.cancel_dump_traceback_later()
         gc.collect()
         if world.rank == 0:
             write_text(folder / f"done-{number:03}.json", done.model_dump_json())

@@ -24,6 +24,8 @@ START_S = 150.0
 BENCH_S = 20.0
 RANK_TIMEOUT_S = 120.0
 """Of a collective: a script that leaves ranks waiting ends its job."""
+SCRIPT_TIMEOUT_S = 180.0
+"""Of a turn, or of setting one up: a hook of DDP that waits in gloo's own threads has no bound."""
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,12 @@ def _bits(parallel: ParallelModel) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in parallel.state_dict().items()}
 
 
-def _bad_batch(plan: str) -> tuple[str, bool, bool, float]:
-    """The error; if all parameters stayed, and no gradient was left; the loss of a step after."""
+def _bad_batch(plan: str, good: int = 1) -> tuple[str, bool, bool, float]:
+    """After so many good steps: the error; if all parameters stayed, and no gradient was left; the
+    loss of a step after."""
     _, _, parallel = parallelize("resnet-group-norm", plan)
-    parallel.train_step(_images(parallel, bad=False))
+    for _ in range(good):
+        parallel.train_step(_images(parallel, bad=False))
     before = _bits(parallel)
     text = _error_of(parallel, _images(parallel, bad=True))
     after = _bits(parallel)
@@ -65,6 +67,17 @@ def test_the_rank_the_step_and_the_element_of_a_bad_batch_are_named(pool: Pool, 
         assert first == f"step 2: the loss of rank {BAD} is nan"
         assert second == f"  rank {BAD}: the batch has a value that is not finite in `element 0`"
         assert "hint: no parameter was changed: they are those after step 1" in text
+        assert stays
+        assert is_clean
+        assert math.isfinite(loss)
+
+
+@pytest.mark.dist
+def test_losses_that_are_summed_beside_the_backward_name_the_rank_too(pool: Pool) -> None:
+    for text, stays, is_clean, loss in pool.run(
+        _bad_batch, "dp_replicate=2 accumulation=2", 3, world_size=2, timeout_s=40
+    ):
+        assert text.splitlines()[0] == f"step 4: the loss of rank {BAD} is nan"
         assert stays
         assert is_clean
         assert math.isfinite(loss)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.data.microbatches import FIRST_CUTS
 from engines.plan import Plan
 from profiles.capture.batch import Batch
 from profiles.capture.batch_rows import split_rows
@@ -71,11 +72,15 @@ def test_different_rows_within_one_replica_are_refused(
         assert all("the 2 ranks of replica 0 got different batches" in t for t in messages)
 
 
-def _bad_on_one_rank(plan: str) -> list[str]:
-    """Rank 1 gets 3 inputs and 4 targets; what the ranks are told by each kind of step."""
+def _bad_on_one_rank(plan: str, before: int = 0) -> list[str]:
+    """Rank 1 gets 3 inputs and 4 targets; what the ranks are told by each kind of step, after so
+    many good ones."""
     case, reference, parallel = parallelize("gpt", plan)
     batch = case.batch(8)
     good = local_rows(parallel, batch, 8)
+    for _ in range(before):
+        parallel.forward_backward(good)
+        parallel.optimizer.zero_grad()
     inputs, targets = good
     bad = (inputs[:3], targets) if dist.get_rank() == 1 else good
     messages = []
@@ -99,6 +104,16 @@ def test_a_bad_batch_on_one_rank_is_refused_on_every_rank(pool: Pool, plan: str)
     assert all("first dimensions differ: element 0 has 3, element 1 has 4" in t for t in bad)
     assert all("1 of 2 ranks could not use their part of the batch" in text for text in fine)
     assert all("rank 0, which has 4 rows and could" in text for text in fine)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_replicate=2 accumulation=2"])
+def test_it_is_so_where_replicas_count_beside_the_forward(pool: Pool, plan: str) -> None:
+    """From the third step on; the rank that refuses its rows makes no forward."""
+    fine, bad = pool.run(_bad_on_one_rank, plan, FIRST_CUTS + 1, world_size=2, timeout_s=20)
+    assert all("first dimensions differ: element 0 has 3, element 1 has 4" in t for t in bad)
+    assert all("1 of 2 ranks could not use their part of the batch" in text for text in fine)
+    assert len(fine) == len(bad) == 3
 
 
 def padded(rows: int) -> Batch:
