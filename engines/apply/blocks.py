@@ -22,7 +22,8 @@ def chunk(build: Build) -> None:
 
 def recompute(build: Build) -> None:
     """Checkpoint blocks, and offload the activations that they keep."""
-    recompute_blocks(build.model, build.plan.recompute, profile=build.profile)
+    plan = build.plan
+    recompute_blocks(build.model, plan.recompute, profile=build.profile, compiled=plan.compile)
     if build.pool is not None and build.plan.offload.activations:
         offload_activations(build.model, build.pool, profile=build.profile)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
+from engines.blocks.selective import OTHER_PRODUCT, selective_contexts
 from engines.blocks.wrap import wrap_forward
 from engines.plan import Plan, Recompute
 from profiles.capture.operators import kept_operators
@@ -21,26 +22,28 @@ from profiles.errors import ModelError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_batch_norm, version_of
 
-# torch's words where the second run of a block differs from the first (torch/utils/checkpoint.py),
-# besides CheckpointError: of saved outputs that were changed, and of new operations.
-_DIFFERS = ("has been mutated", "encountered during backward but not found in storage")
+# Where the second run of a block differs from the first, besides CheckpointError; in torch's words
+# too (torch/utils/checkpoint.py), whose contexts compiled blocks use.
+_DIFFERS = (OTHER_PRODUCT, "encountered during backward but not found in storage")
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
-def recompute_blocks(model: nn.Module, kind: Recompute, *, profile: ModelProfile) -> None:
+def recompute_blocks(
+    model: nn.Module, kind: Recompute, *, profile: ModelProfile, compiled: bool = False
+) -> None:
     """Replace the forward of every block by one that saves less for the backward, in place.
 
     Parameter names, hooks and the block's class stay as they are. `FULL` saves a block's inputs;
     `SELECTIVE` also saves the outputs of matmuls, convolutions and attention, so that only cheap
     operations run twice. Dropout draws the same numbers both times, and batch norms count a
-    microbatch once.
+    microbatch once. `compiled`: torch.compile will take the blocks.
     """
     if kind is Recompute.NONE:
         return
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        wrap_forward(block, _checkpointed(_how(kind, block)))
+        wrap_forward(block, _checkpointed(_how(kind, block, compiled=compiled)))
 
 
 def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., object]:
@@ -67,15 +70,20 @@ def holds_state(block: nn.Module) -> bool:
     return bool(_batch_norms(block) or _other_buffers(block))
 
 
-def _how(kind: Recompute, block: nn.Module) -> Callable[[nn.Module], dict[str, Any]]:
+def _how(
+    kind: Recompute, block: nn.Module, *, compiled: bool
+) -> Callable[[nn.Module], dict[str, Any]]:
     """The arguments of `checkpoint` for a block like `block`.
 
-    Without state torch.compile can follow them: no contexts, or those that torch made.
+    torch.compile can follow no contexts but those that torch made; what it makes of writes in place
+    writes into nothing that is kept.
     """
     if holds_state(block):
         return lambda block: {"context_fn": functools.partial(_contexts, kind, block)}
     if kind is Recompute.FULL:
         return lambda block: {}
+    if not compiled:
+        return lambda block: {"context_fn": selective_contexts}
     selective = functools.partial(create_selective_checkpoint_contexts, list(kept_operators()))
     return lambda block: {"context_fn": selective}
 
@@ -85,7 +93,7 @@ def _contexts(kind: Recompute, block: nn.Module) -> Contexts:
     first: AbstractContextManager[None]
     second: AbstractContextManager[None]
     if kind is Recompute.SELECTIVE:
-        first, second = create_selective_checkpoint_contexts(list(kept_operators()))
+        first, second = selective_contexts()
     else:
         first, second = nullcontext(), nullcontext()
     norms, others = _batch_norms(block), _other_buffers(block)
@@ -171,7 +179,7 @@ def explained_recompute(plan: Plan) -> Iterator[None]:
             raise
         raise ModelError(
             "a block computes something else the second time: its forward changes state outside it"
-            " or changes a saved tensor in place (a key/value cache, an in-place activation)",
+            " (a key/value cache)",
             where=f"plan: {plan}\n{str(error).splitlines()[0]}",
             hints=["switch the cache off (`use_cache=False`)", "or plan with recompute=none"],
         ) from error

@@ -143,6 +143,14 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a gradient, below autograd too, that counts writes together with
+    `tensor`: in a dispatch mode `detach` begins a count of its own."""
+    counted = torch._C.DispatchKey.ADInplaceOrView
+    with torch._C._SetExcludeDispatchKeyGuard(counted, False):
+        return tensor.detach()
+
+
 CALL = "_compiled_call_impl"
 """The attribute of a module that is run in place of its call, hooks and all, where it is set: what
 `nn.Module.compile` sets."""

@@ -8,6 +8,7 @@ import json
 import time
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,27 @@ def test_versions_count_writes_in_place() -> None:
     before = compat.version_of(tensor)
     tensor.mul_(2)
     assert compat.version_of(tensor) == before + 1
+
+
+class _Aliased(compat.TorchDispatchMode):
+    """Takes an alias of each new tensor, below autograd."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        self.alias = compat.alias_of(made)
+        return made
+
+
+def test_an_alias_counts_writes_to_what_it_is_of() -> None:
+    with _Aliased() as mode:
+        made = torch.ones(2, requires_grad=True) * 2
+    alias, before = mode.alias, compat.version_of(mode.alias)
+    made.add_(1)
+    assert compat.version_of(alias) == before + 1
+    assert torch.equal(alias, made)
+    assert not alias.requires_grad
 
 
 def test_the_arguments_that_a_call_writes_into() -> None:
