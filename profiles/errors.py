@@ -23,12 +23,16 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 LONGEST_NAME = 200
 """Characters of a name that are shown, and of one that is compared with those that exist."""
 LONGEST_LINE, LONGEST_TEXT = 2000, 20_000
 """Characters of an error: it may quote what it refuses, which has no bound."""
+HINT = "hint: "
+LIST_COLUMNS = 80 - len(HINT)
+"""Of a list of names; a longer one takes several lines."""
 # Control characters and half characters; those that turn the direction of what follows.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -54,7 +58,7 @@ class AdvisorError(Exception):
         if self.where:
             lines += [f"  {line}" for line in self.where.splitlines()]
         if self.hints:
-            lines += ["", *(f"hint: {hint}" for hint in self.hints)]
+            lines += ["", *(f"{HINT}{hint}" for hint in self.hints)]
         return _shown("\n".join(lines))
 
 
@@ -90,7 +94,11 @@ class UnknownNameError(InputError):
         if near:
             first = "did you mean " + " or ".join(f"`{candidate}`" for candidate in near) + "?"
         else:
-            first = f"known: {', '.join(self.known)}"
+            first = f"\n{' ' * len(HINT)}".join(
+                textwrap.wrap(
+                    f"known: {', '.join(self.known)}", LIST_COLUMNS, break_on_hyphens=False
+                )
+            )
         shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
         super().__init__(f"unknown {kind} `{shown}`", where=where, hints=[first, *hints])
 

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from engines.plan import PartialPlan, Plan, load_plan
+from engines.plan import PartialPlan, Plan, load_plan, read_settings
 from engines.runtime.world import World
 from profiles.errors import InputError, a_type
 
@@ -34,9 +34,9 @@ def partial_plan_of(plan: PlanLike) -> PartialPlan:
             return plan.as_partial()
         case Mapping():
             return PartialPlan.build(dict(plan), where="plan")
-        case str() if not plan.endswith(".json"):
-            return PartialPlan.parse(plan)
-        case str() | PathLike():
+        case str():
+            return read_settings(plan)
+        case PathLike():
             return load_plan(plan).as_partial()
     raise InputError(
         f"plan is {a_type(plan)}",

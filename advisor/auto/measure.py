@@ -24,7 +24,7 @@ from advisor.inputs.resize import resized
 from advisor.whatif.sweep.points import Point, Sweep, SweepCase, Swept, cases, sweep_of
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
-from engines.plan import PartialPlan
+from engines.plan import PartialPlan, read_settings
 from engines.runtime.steps import WARM_UP_STEPS
 from engines.runtime.world import World, join_world
 from engines.state.optimizer import OptimizerFactory
@@ -198,7 +198,7 @@ def measured_sweep(
 
 def _most_driven(swept: Swept, values: Sequence[str], settings: PartialPlan) -> PartialPlan:
     """Of the plans those whose threads drive most devices, if there are threads."""
-    plans = [PartialPlan.parse(text) for text in values] if swept is Swept.PLAN else [settings]
+    plans = [read_settings(text) for text in values] if swept is Swept.PLAN else [settings]
     threads = [partial for partial in plans if is_by_threads(partial)]
     return max(threads, key=lambda partial: partial.dp_replicate or 0, default=settings)
 

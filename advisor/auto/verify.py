@@ -27,7 +27,7 @@ from engines.blocks.autocast import autocast
 from engines.data.loader import split_rows_evenly
 from engines.parallel import ParallelModel
 from engines.parallel.parity import TOLERANCES, Difference, Tolerance, largest_difference
-from engines.plan import PartialPlan, Plan
+from engines.plan import Plan, read_settings
 from engines.runtime.world import World, join_world, texts_of_ranks
 from profiles.capture.batch import Batch, call_model, loss_of
 from profiles.capture.batch_rows import batch_size, split_rows
@@ -320,7 +320,7 @@ def _has_equal_rows(batch: Batch, replicas: int) -> bool:
 
 def _require_rows(rows: int, settings: str) -> None:
     """A row for each replica and microbatch that is asked for, the same number for each."""
-    partial = PartialPlan.parse(settings)
+    partial = read_settings(settings)
     degree = (partial.dp_replicate or 1) * (partial.dp_shard or 1)
     needed = degree * (partial.microbatches or 1) * (partial.accumulation or 1)
     if rows % needed:

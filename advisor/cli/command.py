@@ -11,7 +11,9 @@ import errno
 import logging
 import math
 import os
+import shutil
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,8 +22,15 @@ from typing import Any, TypeVar
 
 import click
 
-from advisor.inputs.console import local_rank, say
-from profiles.errors import AdvisorError, FileError, InputError, UnknownNameError, near_misses
+from advisor.inputs.console import COLUMNS, local_rank, say
+from profiles.errors import (
+    HINT,
+    AdvisorError,
+    FileError,
+    InputError,
+    UnknownNameError,
+    near_misses,
+)
 from profiles.record.bounds import MOST_BATCH, MOST_COUNT, MOST_TOKENS, whole_number
 
 OUR_MISTAKE = 101  # as ruff and cargo: neither a success, nor an answer, nor the user's mistake
@@ -113,8 +122,26 @@ def report_error(error: Exception, *, colour: bool, is_said: bool) -> int:
     allowed = colour and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     label = click.style("error:", fg="red", bold=True) if allowed else "error:"
     if is_said:
-        say(f"{label} {shown}")
+        say(_in_columns(f"error: {shown}").replace("error:", label, 1))
     return shown.exit_code
+
+
+def _in_columns(text: str) -> str:
+    """Wrap at spaces on a terminal, as the report; a pipe gets whole lines."""
+    if not sys.stderr.isatty():
+        return text
+    width = min(COLUMNS, shutil.get_terminal_size().columns)
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = len(HINT) if line.startswith(HINT) else len(line) - len(line.lstrip()) + 2
+        lines += textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines)
 
 
 def _usage_error(error: click.ClickException) -> InputError:

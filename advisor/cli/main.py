@@ -34,6 +34,7 @@ from profiles.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from advisor.decide.decision import Decision
     from advisor.inputs.models import LoadedModel
 
 OF_A_JOB = ("check", "plan", "probe", "run", "sweep", "verify")  # ranks may all have to take part
@@ -46,7 +47,8 @@ pins_option = click.option(
     "partial",
     metavar="SETTINGS",
     default="",
-    help='Settings that are fixed, as in "dp_shard=4 recompute=full"; the rest is decided.',
+    help='Settings that are fixed, as in "dp_shard=4 recompute=full"; the rest is decided. Or a'
+    " plan.json.",
 )
 
 
@@ -182,7 +184,7 @@ def plan(
     devices and links are timed for 20 seconds, once (see `advise probe --bench`), and rank 0
     answers.
     """
-    from engines.plan import PartialPlan
+    from engines.plan import read_settings
 
     if anchor is not None and no_anchor:
         raise InputError(
@@ -190,7 +192,7 @@ def plan(
             where="advise plan",
             hints=["leave one of them out"],
         )
-    settings = PartialPlan.parse(partial)
+    settings = read_settings(partial)
     writable(output)
     loaded: list[LoadedModel] = []
     facts = facts_of(
@@ -248,10 +250,8 @@ def plan(
 @common_options
 def show(file: str, form: str, output: str | None, no_color: bool) -> None:
     """The report of a decision that `advise plan -o FILE` wrote."""
-    from advisor.decide.decision import Decision
-
     writable(output)
-    decision = Decision.load(file)
+    decision = _saved_decision(file)
     if form == "text" and output is None:
         show_on_screen(decision, no_color=no_color)
         return
@@ -265,6 +265,16 @@ def show(file: str, form: str, output: str | None, no_color: bool) -> None:
         click.echo(text, nl=False)
     else:
         write(output, text)
+
+
+def _saved_decision(path: str) -> Decision:
+    from advisor.decide.decision import Decision
+
+    try:
+        return Decision.load(path)
+    except InputError as error:
+        error.hints = (*error.hints, "`advise plan MODEL -o plan.json` writes a decision")
+        raise
 
 
 @cli.command()
@@ -289,11 +299,7 @@ def explain(words: tuple[str, ...], why_not: str | None, no_color: bool) -> None
             where="advise explain",
             hints=['write `advise explain plan.json --why-not "zero=3"`'],
         )
-    decision = None
-    if is_file:
-        from advisor.decide.decision import Decision
-
-        decision = Decision.load(words[-1])
+    decision = _saved_decision(words[-1]) if is_file else None
     if decision is not None and term == "levers":
         from advisor.decide.levers import Levers
 

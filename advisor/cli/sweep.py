@@ -88,14 +88,14 @@ def sweep(
     many devices as its degrees multiply to.
     """
     from advisor.whatif.sweep.points import Swept
-    from engines.plan import PartialPlan
+    from engines.plan import read_settings
 
     asked = {name: text for name, text in quantities.items() if text is not None}
     if stack is not None and ("," in stack or not (asked or len(plans) > 1)):
         asked["stack"], stack = stack, None
     option, texts = _one_quantity(asked, plans)
     swept = Swept(QUANTITIES[option]) if option else Swept.PLAN
-    settings = PartialPlan.parse(plans[0]) if option and plans else PartialPlan()
+    settings = read_settings(plans[0] if option and plans else "")
     for name, given in {"--steps": steps, "--timeout": timeout}.items():
         if given is not None and not measure:
             raise InputError(

@@ -98,13 +98,14 @@ def _started(
     """The exit code of ranks that are started here."""
     from advisor.auto.local_ranks import run_local_ranks
     from advisor.inputs.models import require_model
-    from engines.plan import AXES, PartialPlan, Plan
+    from engines.plan import AXES, Plan, read_settings
     from profiles.errors import InputError, PlanError
     from profiles.machine.host import machine_memory_bytes
     from profiles.units import format_gib
 
     require_model(model)
-    partial, needed = PartialPlan.parse(settings), Plan.parse(settings).world_size
+    partial = read_settings(settings)
+    needed = Plan.build(partial.fixed, where="plan").world_size
     has_degrees = partial.fixes(*AXES)
     if ranks is not None and has_degrees and ranks % needed:
         raise PlanError(
@@ -135,10 +136,10 @@ def _started(
 
 
 def _require_synchronous(settings: str) -> None:
-    from engines.plan import Compression, Plan
+    from engines.plan import Compression, Plan, read_settings
     from profiles.errors import PlanError
 
-    plan = Plan.parse(settings)
+    plan = Plan.build(read_settings(settings).fixed, where="plan")
     if plan.updates_in_step and plan.compression is Compression.NONE:
         return
     raise PlanError(

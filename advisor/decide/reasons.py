@@ -140,7 +140,7 @@ def _stages_reason(winner: Candidate) -> Iterator[str]:
     yield (
         f"Its stages wait {format_seconds(idle)} of a step for each other"
         f" ({format_percent(idle / estimate.step_s)}); the fullest rank holds {units}, has"
-        f" {fullest.in_flight} microbatches in flight and needs up to"
+        f" {fullest.in_flight} microbatch{'es' * (fullest.in_flight > 1)} in flight and needs up to"
         f" {format_gib(fullest.peak_high_bytes)}, the emptiest"
         f" {format_gib(emptiest.peak_high_bytes)}"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -313,8 +314,12 @@ def _shape(name: str) -> GPTConfig:
 
     if name in SHAPES:
         return SHAPES[name]
-    folder = Path(name)
-    inside = [f"did you mean `{folder / CONFIG}`?"] if (folder / CONFIG).is_file() else []
+    code, config = Path(f"{name.removesuffix('.py')}.py"), Path(name) / CONFIG
+    inside = [f"did you mean `{config}`?"] if config.is_file() else []
+    if code.is_file():
+        inside = [
+            f"name its function that builds the model, as in `{_module_in(code)}:build_model`"
+        ]
     raise UnknownNameError("model", name, SHAPES, hints=[*inside, f"MODEL is {KINDS}"])
 
 
@@ -342,12 +347,16 @@ def _factory_name(text: str) -> tuple[str, str]:
             f"`{text}` is not `pkg.module:factory`", hints=["for example `train:build_model`"]
         )
     if module_name.endswith(".py"):
-        dotted = module_name.removesuffix(".py").replace("/", ".").strip(".")
         raise ModelError(
             f"`{module_name}` is a file, MODEL names a module",
-            hints=[f"did you mean `{dotted}:{attribute}`?"],
+            hints=[f"did you mean `{_module_in(module_name)}:{attribute}`?"],
         )
     return module_name, attribute
+
+
+def _module_in(path: str | os.PathLike[str]) -> str:
+    """The module that a file is when its folder's root is the current one."""
+    return os.fspath(path).removesuffix(".py").replace("/", ".").strip(".")
 
 
 def _from_factory(text: str, samples: int, sequence_length: int | None) -> LoadedModel:

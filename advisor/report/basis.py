@@ -396,5 +396,5 @@ def _crowded(cluster: ClusterProfile) -> Iterator[str]:
         yield (
             f"{ranks} ranks take turns on {cores} cores: each waits for the others' turns, which no"
             f" estimate here counts, so a step may take longer than its range; measure it with"
-            f" `advise bench`, or start at most {cores} rank{'s' if cores > 1 else ''}"
+            f" `advise probe --bench`, or start at most {cores} rank{'s' if cores > 1 else ''}"
         )

@@ -10,7 +10,7 @@ from advisor.inputs.policy import Objective
 from advisor.inputs.wrapped import ShownAsText
 from advisor.search.cache import SearchCache
 from advisor.search.ranking import tie_limit_s
-from engines.plan import PartialPlan, Plan
+from engines.plan import PartialPlan, Plan, read_settings
 from profiles.record import Record
 
 
@@ -35,7 +35,7 @@ class WhyNot(ShownAsText, Record):
 
 def why_not(decision: Decision, settings: str) -> WhyNot:
     """See `Decision.why_not`."""
-    asked = PartialPlan.parse(settings)
+    asked = read_settings(settings)
     partial = _without_conflicts(decision.partial, asked).fixing(**asked.fixed)
     search = searched(SearchCache(CostModel(decision.facts)), partial, decision.policy)
     limit_s = tie_limit_s(decision.fastest_step_s, decision.policy)

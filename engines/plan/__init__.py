@@ -7,6 +7,7 @@ torch, the rules of what is legal (`engines.legality`), and anything that choose
 from engines.plan.partial_plan import PartialPlan as PartialPlan
 from engines.plan.plan import Plan as Plan
 from engines.plan.plan import load_plan as load_plan
+from engines.plan.plan import read_settings as read_settings
 from engines.plan.settings import AXES as AXES
 from engines.plan.settings import CHUNK_BYTES as CHUNK_BYTES
 from engines.plan.settings import MODEL_AXES as MODEL_AXES

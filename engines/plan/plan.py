@@ -276,6 +276,15 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return Plan.from_object(data, where=str(path))
 
 
+def read_settings(text: str) -> PartialPlan:
+    """The settings that a user fixed: "key=value" words, or every one of the plan in a .json file.
+
+    Raises:
+        FileError: see `load_plan`. UnknownNameError, PlanError: see `PartialPlan.parse`.
+    """
+    return load_plan(text).as_partial() if text.endswith(".json") else PartialPlan.parse(text)
+
+
 _ADDED = AFTER_DEGREES[AFTER_DEGREES.index("aggregation") :]
 """Settings that came later: a plan that leaves them alone keeps the hash that it had before."""
 

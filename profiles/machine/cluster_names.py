@@ -12,7 +12,7 @@ from profiles.record.bounds import MOST_DEVICES, whole_number
 MOST_KINDS = 64
 EXAMPLES = 'write "4x8xH100-SXM-80GB" (nodes x devices x accelerator), "2xdgx-h100" or a file'
 
-_NAME = re.compile(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?(.+)", re.IGNORECASE)
+_NAME = re.compile(r"(?:(-?\d+)\s*x\s*)?(?:(-?\d+)\s*x\s*)?(.+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ def _part(part: str, text: str) -> NamedNodes:
         raise InputError("the cluster has no name", hints=[EXAMPLES])
     name = match[3]
     counts = [count for count in match.group(1, 2) if count is not None]
-    numbers = [whole_number(n, "nodes or devices", least=0, most=MOST_DEVICES) for n in counts]
-    if 0 in numbers:
+    if any(count.startswith("-") or not count.strip("0") for count in counts):
         raise InputError(f"cluster `{text}` has no devices", hints=[EXAMPLES])
+    numbers = [whole_number(count, "nodes or devices", most=MOST_DEVICES) for count in counts]
     system = _system_named(name)
     if system is None:
         nodes, devices = [1, 1, *numbers][-2:]

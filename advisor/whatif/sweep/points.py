@@ -20,7 +20,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
 from advisor.inputs.stacks import stack_of, with_stack
-from engines.plan import AXES, PartialPlan, Plan
+from engines.plan import AXES, PartialPlan, Plan, read_settings
 from profiles.errors import InputError
 from profiles.provenance import Timing
 from profiles.record import Record
@@ -177,7 +177,7 @@ def cases(
     for text in values:
         there, partial, label = facts, settings, text
         if swept is Swept.PLAN:
-            partial = partial.fixing(**PartialPlan.parse(text).fixed)
+            partial = partial.fixing(**read_settings(text).fixed)
             there = on(facts, _devices(partial, facts))
             yield SweepCase(label=label, value=None, facts=there, settings=partial)
             continue

@@ -15,7 +15,9 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from advisor.cli.command import report_error
 from advisor.cli.main import cli
+from profiles.errors import InputError
 from tests.factories import transformer
 
 # Every option there is. A new one has to earn its line here: about fifteen, all else is in files.
@@ -194,6 +196,20 @@ class TestColour:
         assert self.stderr("--no-color", terminal=True).startswith(b"error: unknown command")
 
 
+def test_errors_are_wrapped_on_a_terminal_and_whole_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = InputError("what " * 30 + "`/a/" + "long" * 30 + "`", hints=["do this " * 20])
+    report_error(error, colour=False, is_said=True)
+    assert capsys.readouterr().err == f"error: {error}\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    report_error(error, colour=False, is_said=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert [len(line) > 80 for line in lines] == ["long" in line for line in lines]
+    assert " ".join(" ".join(lines).split()) == " ".join(f"error: {error}".split())
+    assert [line[:6] for line in lines[-3:]] == ["hint: ", *["      "] * 2]
+
+
 class TestPlan:
     @pytest.fixture(autouse=True)
     def saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +262,15 @@ class TestPlan:
             "plan"
         ]
         assert (plan["dp_replicate"], plan["dp_shard"]) == (2, 16)
+
+    def test_a_saved_plan_fixes_every_setting_as_its_words_do(self) -> None:
+        words = "dp_replicate=4 dp_shard=8 microbatch_size=1"
+        saved = json.loads(self.plan("--json", "--plan", words, "-o", "plan.json").stdout)
+        again = json.loads(self.plan("--json", "--plan", "plan.json", "--allow-lossy").stdout)
+        assert again["plan"] == saved["plan"]
+        assert again["weighed"] == 1
+        verdict = advise("explain", "plan.json", "--why-not", "plan.json").stdout
+        assert "it is the chosen plan" in verdict
 
     def test_the_objective_is_followed(self) -> None:
         chosen = json.loads(self.plan("--json", "--objective", "memory").stdout)

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from advisor.cli.main import cli
+from profiles.machine.catalogue import accelerators, systems
 from tests import golden
 from tests.factories import chain, transformer
 
@@ -92,6 +93,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 4096}')
     chain().save(tmp_path / "model.json")
     yield tmp_path
     sys.modules.pop("train", None)
@@ -122,6 +124,12 @@ class TestModel:
     def test_bundled_name_does_not_exist(self) -> None:
         refused("model_unknown_name", "gpt-7", *EIGHT)
 
+    @pytest.mark.parametrize("name", ["train.py", "train"])
+    def test_is_a_file_of_which_no_function_is_named(self, name: str) -> None:
+        result = advise(name, *EIGHT)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "hint: name its function that builds the model, as in `train:b" in result.stderr
+
     def test_is_not_a_module(self) -> None:
         refused("model_is_not_a_module", "train:settings", *EIGHT)
 
@@ -147,6 +155,12 @@ class TestModel:
 class TestCluster:
     def test_unknown_accelerator(self) -> None:
         refused("unknown_accelerator", "train:build_model", "--cluster", "4x8xH100-SMX-80GB")
+
+    def test_an_accelerator_like_none_is_shown_all_of_them_in_lines_of_80(self) -> None:
+        result = advise("train:build_model", "--cluster", "8xTPUv5")
+        listed = result.stderr.partition("known: ")[2].partition("\nhint: ")[0]
+        assert [*accelerators(), *systems()] == [name.strip() for name in listed.split(",")]
+        assert max(map(len, result.stderr.splitlines()[:-1])) <= 80
 
     def test_number_without_unit(self, folder: Path) -> None:
         (folder / "cluster.toml").write_text(CLUSTER.replace("400 Gbit/s", "400"))
@@ -214,6 +228,12 @@ class TestSizes:
 
     def test_of_a_cluster_in_a_name(self) -> None:
         refused("size_cluster_name_zero", "model.json", "--cluster", "0x8xH100-SXM-80GB")
+
+    @pytest.mark.parametrize("count", ["-2x8", "2x-8", "-8", "2x000"])
+    def test_of_a_cluster_in_a_name_below_zero(self, count: str) -> None:
+        result = advise("model.json", f"--cluster={count}xH100-SXM-80GB")
+        assert result.exit_code == 2
+        assert f"error: cluster `{count}xH100-SXM-80GB` has no devices" in result.stderr
 
     @pytest.mark.parametrize(("name", "value"), [("zero", "0"), ("negative", "-4")])
     def test_of_the_batch(self, name: str, value: str) -> None:
@@ -296,6 +316,10 @@ class TestUsage:
     def test_not_a_decision(self, folder: Path) -> None:
         (folder / "plan.json").write_text("{")
         refused("not_json", "show", "plan.json")
+
+    @pytest.mark.parametrize("command", ["show", "explain"])
+    def test_a_config_for_a_decision(self, command: str) -> None:
+        refused("not_a_decision", command, "config.json")
 
 
 class TestRun:
