@@ -44,7 +44,7 @@ from advisor.learning.shortages import below, failed_here
 from advisor.whatif.suggestions import with_suggestions
 from engines.apply import Proofs, apply_plan
 from engines.context.proof import SequenceProof, prove
-from engines.data.loss_parts import LossWeight
+from engines.data.loss_rule import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY
 from engines.parallel import ParallelModel, SchedulerFactory
 from engines.plan import PartialPlan

@@ -12,7 +12,7 @@ from torch import nn
 from engines.context.context import Context
 from engines.context.proof import SequenceProof
 from engines.data.finite import OnNonfinite
-from engines.data.loss_parts import LossParts, LossWeight
+from engines.data.loss_rule import LossParts, LossWeight
 from engines.experts.experts import Experts
 from engines.legality import numerics
 from engines.offload.pool import OffloadPool

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from engines.apply.build import Build
 from engines.context.proof import SequenceProof, prove
-from engines.data.loss_parts import LossParts, seen_on
+from engines.data.coupled_rows import require_no_coupling
+from engines.data.loss_parts import seen_on
+from engines.data.loss_rule import LossParts
 from engines.runtime.world import texts_of_ranks
 from engines.tensor.split_proof import SplitProof, prove_split
 from profiles.capture.batch import Batch
@@ -14,8 +14,6 @@ from profiles.capture.batch_dims import describe_dims
 from profiles.capture.batch_rows import batch_size
 from profiles.errors import BatchError, PlanError
 from profiles.record import Record
-
-log = logging.getLogger(__name__)
 
 
 class Proofs(Record):
@@ -58,14 +56,13 @@ def prove_sequence(
 def prove_parts(build: Build, sample: Batch | None) -> LossParts:
     """The rule by which losses of parts of a batch make up that of the batch, as rank 0 sees it.
 
-    Where no rule does, as with negatives from the batch, each part trains on its own loss: said.
-
     Raises:
-        BatchError: the model cannot run on a part of the rows, as the plan would have it do.
+        BatchError: the model cannot run on a part of the rows, as the plan would have it do; or no
+            rule holds, and a rank's rows are cut: see `engines.data.coupled_rows`.
     """
     world, training, plan = build.world, build.training, build.plan
     if sample is None or world.is_fake:
-        return LossParts()
+        return LossParts(terms=build.profile.loss_terms)
     text = ""
     if world.rank == 0:
         text = seen_on(
@@ -91,16 +88,12 @@ def prove_parts(build: Build, sample: Batch | None) -> LossParts:
                     "or take a plan that leaves a batch in one piece: tp=2",
                 ],
             )
-    elif parts.doubt and world.rank == 0:
-        log.warning(
-            "%s. Rows of a batch act on each other, or it is a mean over something else. Each of"
-            " the %d parts of a global batch trains on the loss of its own rows, as under plain"
-            " DDP: that is not what one process computes. `loss_weight=` says what the loss is a"
-            " mean over, `batch_dims=` which dimension is the batch; tp leaves a batch in one"
-            " piece",
-            parts.doubt,
-            plan.data_degree * plan.forwards,
-        )
+    require_no_coupling(
+        parts.doubt_of(sample),
+        plan,
+        is_said=training.loss_weight is not None,
+        warns=world.rank == 0,
+    )
     return parts
 
 

@@ -29,7 +29,7 @@ from engines.apply.shard import shard
 from engines.apply.split import leave_out, make_stages, split
 from engines.apply.validate import validate
 from engines.data.finite import OnNonfinite, reaction_of
-from engines.data.loss_parts import LossWeight
+from engines.data.loss_rule import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY, require_every
 from engines.offload.pool import Folder
 from engines.optional.manual_placement import with_devices_of

@@ -17,9 +17,10 @@ from engines.context.input_sharding import length_of
 from engines.context.proof import LOSS, SequenceProof, require_equal_chunks, require_unmasked
 from engines.context.ring import Ring
 from engines.context.tokens import joined, part
+from engines.data.microbatches import silence, weighted
 from engines.runtime.mesh import Axis
 from profiles.capture.batch import Batch, LossFn, call_model, loss_of
-from profiles.errors import ModelError
+from profiles.errors import BatchError, ModelError
 from profiles.torch_compat import all_gather_single, map_tensors, tensors_in
 
 
@@ -41,13 +42,20 @@ class Context:
 
     def require(self, pieces: Sequence[Batch]) -> None:
         """Raises:
-        BatchError: sequences that cannot be cut into equal chunks, rows with padding, or lengths
-            that the model counts to for something else.
+        BatchError: sequences that cannot be cut into equal chunks, rows with padding, lengths
+            that the model counts to for something else, or values with which the losses of the
+            ranks do not make up that over all tokens.
         """
         for piece in pieces:
+            self._require_rule(piece)
             require_equal_chunks(piece, self._axis.size)
             require_unmasked(piece)
             self._proof.require_places(length_of(piece), self._axis.size)
+
+    def _require_rule(self, batch: Batch) -> None:
+        doubt = self._proof.loss.doubt_of(batch)
+        if doubt:
+            raise BatchError(doubt, where=f"cp={self._axis.size}", hints=["set cp=1"])
 
     def wrap(self, blocks: Iterable[nn.Module]) -> None:
         """Wrap blocks so that each sees its own tokens: recompute runs them again in the backward,
@@ -58,11 +66,13 @@ class Context:
     def loss(self, called: Callable[..., object], piece: Batch, loss_fn: LossFn | None) -> Tensor:
         """The rank's share of the mean loss of `piece`: the mean over the axis is the loss."""
         own, run = self._own(called, piece)
+        weight = self._weight(piece)
         with self.own_tokens():
             output = call_model(
                 run, own, has_target=loss_fn is not None, forward=self._model.forward
             )
-        return self._weighted(loss_of(output, own, loss_fn), piece)
+        silence(output, weight)
+        return weighted(loss_of(output, own, loss_fn), weight)
 
     def forward(
         self, called: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -106,17 +116,19 @@ class Context:
         """Inside, the model's code attends to keys of all ranks, at the positions of its tokens."""
         return OwnTokens(self._ring.attention, places=self._places, model=self._model)
 
-    def _weighted(self, loss: Tensor, batch: Batch) -> Tensor:
+    def _weight(self, batch: Batch) -> Tensor:
+        """Of this rank's loss, so that the mean over the axis is the loss: 0-d, on the CPU."""
         size = self._axis.size
-        share = self._way.shares(batch, size=size)[self._axis.position] * size
-        return torch.where(share > 0, loss.reshape(()) * share, torch.zeros_like(share))
+        shares = self._way.shares(batch, self._proof.loss, size=size)
+        return shares[self._axis.position].cpu() * size
 
     def _whole(self, tensor: Tensor, dim: int | None, batch: Batch) -> Tensor:
         """An output put together; its gradients are counted as those of `loss` are."""
         if dim is None:
             return tensor
         if dim == LOSS:
-            whole: Tensor = _Mean.apply(self._weighted(tensor, batch), self._axis)  # type: ignore[no-untyped-call]
+            self._require_rule(batch)
+            whole: Tensor = _Mean.apply(weighted(tensor, self._weight(batch)), self._axis)  # type: ignore[no-untyped-call]
         else:
             whole = _Joined.apply(tensor, self._axis, dim)  # type: ignore[no-untyped-call]
         return whole

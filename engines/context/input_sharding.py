@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engines.context.tokens import part, places
+from engines.data.loss_rule import LossParts, weight_of
 from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_tensors, describe, map_batch
+from profiles.capture.batch_tree import batch_items, batch_tensors, describe, map_batch
 from profiles.errors import BatchError
 from profiles.record import Record
 
 IGNORED = -100
 """Targets that losses leave out: `ignore_index` of torch's cross-entropy."""
-TARGETS = ("labels", "targets", "target")
 
 
 class InputSharding(Record):
@@ -59,24 +59,36 @@ class InputSharding(Record):
             keywords["shift_labels"] = part(_shifted(batch["labels"]), rank=rank, size=size)
         return own, keywords, None if self.gives_positions else where
 
-    def shares(self, batch: Batch, *, size: int) -> Tensor:
-        """Weights of the ranks' mean losses in the mean over all tokens: fp32, (size), sum 1."""
-        length = length_of(batch)
-        target = self._target(batch)
-        if target is None or not has_tokens(target, length):
-            return torch.full((size,), 1 / size, device=batch_tensors(batch)[0].device)
-        counted = torch.ones_like(target, dtype=torch.float32)
-        if not target.is_floating_point():
-            counted = (target != IGNORED).float()
-        own = torch.stack([part(counted, rank=rank, size=size).sum() for rank in range(size)])
-        return own / own.sum().clamp(min=1.0)
+    def shares(self, batch: Batch, rule: LossParts, *, size: int) -> Tensor:
+        """Weights of the ranks' losses in the loss over all tokens: fp32, (size)."""
+        device = batch_tensors(batch)[0].device
+        weight = weight_of(rule.terms)
+        if rule.is_sum or weight is None:
+            return torch.full((size,), 1.0 if rule.is_sum else 1 / size, device=device)
+        assert rule.terms is not None
+        pieces = self.counted(batch, size=size, name=rule.terms.name)
+        counts = torch.stack([torch.as_tensor(weight(piece), device=device) for piece in pieces])
+        total = counts.sum()
+        return (counts / torch.where(total > 0, total, 1)).float()
 
-    def _target(self, batch: Batch) -> Tensor | None:
-        if isinstance(batch, Mapping):
-            if self.shifts_labels and "labels" in batch:
-                return _shifted(batch["labels"])
-            return next((batch[name] for name in TARGETS if name in batch), None)
-        return batch[-1] if self.has_target and not isinstance(batch, Tensor) else None
+    def counted(
+        self, batch: Batch, *, size: int, name: str | None = None
+    ) -> list[dict[str, Tensor]]:
+        """Of every rank, its part of the tensors by name, or of the one of `name`: what its loss
+        may be a mean over."""
+        length = length_of(batch)
+        named = {n: value for n, value in batch_items(batch) if isinstance(value, Tensor)}
+        if self.shifts_labels:
+            named["shift_labels"] = _shifted(named["labels"])
+        if name is not None:
+            named = {n: value for n, value in named.items() if n == name}
+        return [
+            {
+                n: part(value, rank=rank, size=size) if has_tokens(value, length) else value
+                for n, value in named.items()
+            }
+            for rank in range(size)
+        ]
 
 
 def length_of(batch: Batch) -> int:

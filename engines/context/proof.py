@@ -4,7 +4,8 @@ A small copy with random numbers runs once over a short sequence, and every call
 recorded. Then it runs over each rank's tokens: each call of attention must have the rank's part of
 the recorded arguments, and returns the rank's part of the recorded result. If all arguments and
 outputs are right, then by induction over the calls the ranks together compute the same: the ring is
-exact. Numbers are random, so two different functions agree with probability zero.
+exact. Numbers are random, so two different functions agree with probability zero; and values that
+the sample happens not to have (no target, masked) are put in.
 
 Dependence on the length itself (a sliding window, a mask) shows in a run on fake tensors over the
 sample as it is.
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -27,12 +29,16 @@ from engines.context.attention import Counting, OwnTokens, require_plain
 from engines.context.input_sharding import InputSharding, length_of
 from engines.context.model_copy import copied, short
 from engines.context.tokens import part
+from engines.data.batch_variants import ComparedNumbers, Variant, ran_variants
+from engines.data.loss_rule import CutBatch, LossParts, TriedBatch, possible_terms, rule_of
 from profiles.capture.batch import Batch, LossFn, call_model, find_loss, loss_of
 from profiles.capture.batch_tree import describe, map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import preserved_random_state, stand_ins
 from profiles.capture.frames import summary
-from profiles.errors import AdvisorError, BatchError, PlanError
+from profiles.capture.loss_watch import LossWatch
+from profiles.errors import AdvisorError, BatchError, ModelError, PlanError
+from profiles.model.loss_terms import LossTerms
 from profiles.record import Record
 from profiles.torch_compat import tensors_in, without_onednn
 
@@ -53,12 +59,14 @@ class SequenceProof(Record):
         outputs: of every tensor that it returns, the dimension that is tokens; None where it has
             all of it, or `LOSS`.
         counts: numbers of other things that it counts to, where it counts tokens itself.
+        loss: the rule by which the losses of the ranks make up that over all tokens.
     """
 
     size: PositiveInt
     way: InputSharding
     outputs: tuple[int | None, ...]
     counts: frozenset[int] = frozenset()
+    loss: LossParts = LossParts()
 
     def require_places(self, length: int, size: int) -> None:
         """Require that a model which counts tokens itself counts nothing else to the same number.
@@ -89,19 +97,21 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
     small = short(sample, size)
     with torch.inference_mode(False), preserved_random_state(), torch.no_grad():
         copy = copied(model)
-        try:
-            whole = _whole(copy, small, loss_fn)
-        except Exception as error:  # of the user's code
-            raise PlanError(
-                f"the model does not run over a shorter sequence: {summary(error)}",
-                where=f"cp={size}, tried on a short sample: {describe(small)}",
-                hints=["a table or a mask has the length of the whole sequence", "or set cp=1"],
-            ) from error
+        with ComparedNumbers() as compared:
+            try:
+                whole = _whole(copy, small, loss_fn)
+            except Exception as error:  # of the user's code
+                raise PlanError(
+                    f"the model does not run over a shorter sequence: {summary(error)}",
+                    where=f"cp={size}, tried on a short sample: {describe(small)}",
+                    hints=["a table or a mask has the length of the whole sequence", "or set cp=1"],
+                ) from error
+        wholes = [whole, *_variants(copy, small, loss_fn, compared.numbers)]
         for way in _input_shardings(model, small, has_target=loss_fn is not None):
             try:
-                outputs = _require_same(copy, small, way, whole, loss_fn, size)
+                outputs, rule = _require_same(copy, wholes, way, loss_fn, size, compared.numbers)
                 others = frozenset() if way.gives_positions else counts - {length}
-                proof = SequenceProof(size=size, way=way, outputs=outputs, counts=others)
+                proof = SequenceProof(size=size, way=way, outputs=outputs, counts=others, loss=rule)
                 proof.require_places(length, size)
                 return proof
             except _SequenceDiffers as difference:
@@ -175,11 +185,19 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A run over all tokens."""
+    """A run over all tokens.
 
+    Attributes:
+        variant: what was changed of the sample.
+        terms: the targets that its cross-entropies took.
+    """
+
+    batch: Batch
+    variant: Variant | None
     calls: list[_Call]
     outputs: list[Tensor]
     loss: Tensor | None
+    terms: LossTerms | None
 
 
 class _Recorder:
@@ -228,43 +246,93 @@ class _SimulatedRing:
             raise _SequenceDiffers("it calls attention less often than over all tokens")
 
 
-def _whole(copy: nn.Module, batch: Batch, loss_fn: LossFn | None) -> _Whole:
+def _whole(
+    copy: nn.Module, batch: Batch, loss_fn: LossFn | None, variant: Variant | None = None
+) -> _Whole:
     recorder = _Recorder()
-    with OwnTokens(recorder, places=None, model=copy):
+    with LossWatch(batch) as watch, OwnTokens(recorder, places=None, model=copy):
         output = call_model(copy, batch, has_target=loss_fn is not None)
-    loss = loss_of(output, batch, loss_fn) if loss_fn is not None else find_loss(output)
-    return _Whole(recorder.calls, tensors_in(output), loss)
+        loss = loss_of(output, batch, loss_fn) if loss_fn is not None else find_loss(output)
+    return _Whole(batch, variant, recorder.calls, tensors_in(output), loss, watch.terms)
+
+
+def _variants(
+    copy: nn.Module, small: Batch, loss_fn: LossFn | None, compared: Sequence[int]
+) -> Iterator[_Whole]:
+    """Runs over the sample with other values in it; an attention_mask that hides something is
+    refused in each step.
+
+    Raises:
+        ModelError: attention is masked with some values.
+    """
+
+    def run(variant: Variant) -> _Whole | None:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                whole = _whole(copy, variant.batch, loss_fn, variant)
+        except ModelError:
+            raise
+        except Exception:  # of the user's code: no values that a batch may have
+            return None
+        is_number = whole.loss is None or bool(whole.loss.isfinite())
+        return whole if is_number and all(_is_finite(t) for t in whole.outputs) else None
+
+    fixed = ["attention_mask"]
+    yield from ran_variants(small, {}, run, numbers=compared, fixed=fixed, one_by_one=True)
 
 
 def _require_same(
     copy: nn.Module,
-    batch: Batch,
+    wholes: Sequence[_Whole],
     way: InputSharding,
-    whole: _Whole,
     loss_fn: LossFn | None,
     size: int,
-) -> tuple[int | None, ...]:
-    """Run it over every rank's tokens; the dimensions of its outputs that are tokens."""
-    dims: tuple[int | None, ...] = ()
-    shares = way.shares(batch, size=size)
-    total = torch.zeros(())
-    for rank in range(size):
-        own, keywords, where = way.part(batch, rank=rank, size=size)
-        ring = _SimulatedRing(whole.calls, rank=rank, size=size)
-        with OwnTokens(ring, places=where, model=copy):
-            called = functools.partial(copy, **keywords)
-            output = call_model(called, own, has_target=loss_fn is not None, forward=copy.forward)
-        ring.require_end()
-        loss = loss_of(output, own, loss_fn) if loss_fn is not None else find_loss(output)
-        dims = _require_parts(tensors_in(output), whole, loss, rank=rank, size=size)
-        if loss is not None and shares[rank] > 0:
-            total = total + shares[rank] * loss.float()
-    if whole.loss is not None and not _close(total.reshape(()), whole.loss.float().reshape(())):
-        raise _SequenceDiffers(
-            f"the losses of the ranks average to {float(total):.6g}, over all tokens it is"
-            f" {float(whole.loss):.6g}"
-        )
-    return dims
+    compared: Sequence[int],
+) -> tuple[tuple[int | None, ...], LossParts]:
+    """Run it over every rank's tokens; the dimensions of its outputs that are tokens, and the rule
+    by which the losses of the ranks make up that over all tokens."""
+    trials: list[TriedBatch] = []
+    outputs: list[tuple[int | None, ...]] = []
+    for whole in wholes:
+        losses: list[float] = []
+        for rank in range(size):
+            dims, loss = _run_part(copy, whole, way, loss_fn, rank=rank, size=size)
+            losses += [] if loss is None else [float(loss)]
+        outputs.append(dims)
+        if whole.loss is not None:
+            cut = CutBatch(way.counted(whole.batch, size=size), [1] * size, losses)
+            trials.append(TriedBatch(float(whole.loss), [cut], whole.terms, whole.variant))
+    if not trials:
+        return outputs[0], LossParts()
+    first, *variants = trials
+    possible = possible_terms(first.cuts[0].pieces[0], first.terms, compared)
+    terms = [each for each in possible if not each.skipped]  # each token has its target beside it
+    of_parts = f"of the tokens of {size} ranks"
+    rule = rule_of(first, variants, [None, *terms], of_parts=of_parts, tolerance=TOLERANCE)
+    if rule is None:
+        raise _SequenceDiffers(first.said(of_parts))
+    return outputs[0], rule
+
+
+def _run_part(
+    copy: nn.Module,
+    whole: _Whole,
+    way: InputSharding,
+    loss_fn: LossFn | None,
+    *,
+    rank: int,
+    size: int,
+) -> tuple[tuple[int | None, ...], Tensor | None]:
+    """Run it over one rank's tokens; the dimensions of its outputs that are tokens, and its
+    loss."""
+    own, keywords, where = way.part(whole.batch, rank=rank, size=size)
+    ring = _SimulatedRing(whole.calls, rank=rank, size=size)
+    with OwnTokens(ring, places=where, model=copy):
+        called = functools.partial(copy, **keywords)
+        output = call_model(called, own, has_target=loss_fn is not None, forward=copy.forward)
+    ring.require_end()
+    loss = loss_of(output, own, loss_fn) if loss_fn is not None else find_loss(output)
+    return _require_parts(tensors_in(output), whole, loss, rank=rank, size=size), loss
 
 
 def _require_parts(
@@ -352,3 +420,7 @@ def _close(got: Tensor, wanted: Tensor) -> bool:
         return torch.equal(got, wanted)
     bound = TOLERANCE * max(wanted.abs().max().item(), 1e-6)
     return bool((got - wanted).abs().max().item() <= bound)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())

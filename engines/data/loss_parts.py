@@ -1,61 +1,48 @@
-"""The rule by which the losses of parts of a batch make up the loss of the batch.
+"""Losses of parts of a batch beside that of the whole, to find the rule that they follow.
 
-A mean over rows, over the targets that count, over a mask, over lengths, with weights of classes;
-or a sum. Which one it is cannot be told from shapes, so a copy of the model runs on some rows of
-the sample and on parts of them: numbers are generic, so that a wrong rule does not agree.
+Which one it is cannot be told from shapes, so a copy of the model runs on some rows of the sample
+and on parts of them, as they are and with values that the sample happens not to have: numbers are
+generic, so that a wrong rule does not agree.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from engines.data.batch_variants import ComparedNumbers, Variant, ran_variants, with_rows
+from engines.data.loss_rule import (
+    CutBatch,
+    LossParts,
+    LossWeight,
+    TriedBatch,
+    possible_terms,
+    rule_of,
+)
 from profiles.capture.batch import Batch, LossFn, call_model, loss_of
+from profiles.capture.batch_dims import Dims
 from profiles.capture.batch_rows import batch_size, split_rows
-from profiles.capture.batch_tree import batch_items, batch_tensors, describe, map_batch
+from profiles.capture.batch_tree import batch_tensors, map_batch
 from profiles.capture.fake_tensors import stand_ins
 from profiles.capture.frames import summary
 from profiles.capture.loss_watch import LossWatch
-from profiles.errors import BatchError
 from profiles.machine.host import machine_memory_bytes
 from profiles.model.profile import LossTerms, ModelProfile
-from profiles.record import Record
 from profiles.torch_compat import is_batch_norm
 
 log = logging.getLogger(__name__)
 
-LossWeight = Callable[[Batch], float | Tensor]
-
 MOST_ROWS = 8
 MOST_FLOP = 2e11  # of forward and backward over them: some seconds of a processor
 MOST_OF_MEMORY = 1 / 8  # of the machine's, for a copy of the model
-TOLERANCE = 1e-5
-"""Relative; a mean in float32 rounds by a tenth of it."""
-NO_TARGETS = (-100, 0, -1, 255)
-"""Values that stand for no target, no token or masked."""
-
-
-class LossParts(Record):
-    """The rule that a sample showed; a value that ranks may send to each other.
-
-    Attributes:
-        is_sum: the loss of a batch is the sum of those of its parts.
-        terms: what it is a mean over; None: what the profile saw, or rows.
-        doubt: why the parts do not make up the whole by any rule.
-        refusal: why the model cannot run on a part of the rows.
-    """
-
-    is_sum: bool = False
-    terms: LossTerms | None = None
-    doubt: str = ""
-    refusal: str = ""
 
 
 def seen_on(
@@ -66,13 +53,14 @@ def seen_on(
     profile: ModelProfile,
     said: LossWeight | None,
 ) -> LossParts:
-    """The rule that the sample follows; that of `said`, the profile's targets or rows where nothing
-    can be seen: too large a model, one row, random numbers, 16-bit parameters, a sample without
-    values.
+    """The rule that the sample follows, and batches like it; that of `said`, the profile's targets
+    or rows where nothing can be seen: too large a model, one row, random numbers, 16-bit
+    parameters, a sample without values.
     """
+    unseen = LossParts(terms=profile.loss_terms)
     batch = _few_rows(model, sample, profile)
     if batch is None:
-        return LossParts()
+        return unseen
     dims = profile.batch_dims or None
     rows = batch_size(batch, dims)
     try:
@@ -82,120 +70,78 @@ def seen_on(
         if rows < every and _runs(model, sample, loss_fn):
             return _refused(f"{rows} of {every}", error)
         log.info("the loss of parts is not compared: %s", summary(error))
-        return LossParts()
+        return unseen
     if seen is None or not isfinite(seen.loss):
-        return LossParts()
+        return unseen
     few = max(1, rows * 3 // 8)
-    cuts: list[_Cut] = []
+    cuts: list[CutBatch] = []
     for sizes in dict.fromkeys([(few, rows - few), (rows - few, few)]):
-        pieces = split_rows(batch, sizes, dims)
         try:
-            parts = [_run(model, p, loss_fn, is_training=seen.is_training) for p in pieces]
+            cut = _cut(model, batch, sizes, loss_fn, dims, seen)
         except Exception as error:  # of the user's code
             return _refused(f"{sizes[0]} or {sizes[1]} of {rows}", error)
-        losses = [part.loss for part in parts if part is not None]
-        if len(losses) < len(parts):
-            return LossParts()
-        cuts.append(_Cut(pieces, sizes, losses))
-    return _rule(cuts, seen, batch, profile=profile, said=said)
+        if cut is None:
+            return unseen
+        cuts.append(cut)
+
+    spent = profile.flop(rows)
+
+    def tried(variant: Variant) -> TriedBatch | None:
+        nonlocal spent
+        spent += profile.flop(rows)
+        if spent > MOST_FLOP:
+            return None
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                whole = _run(model, variant.batch, loss_fn, is_training=seen.is_training)
+                if whole is None or not isfinite(whole.loss):
+                    return None
+                cut = _cut(model, variant.batch, cuts[0].rows, loss_fn, dims, seen)
+        except Exception:  # of the user's code: no values that a batch may have
+            return None
+        return TriedBatch(whole.loss, [cut], whole.terms, variant) if cut is not None else None
+
+    first = TriedBatch(seen.loss, cuts, seen.terms)
+    of_parts = f"of {' and '.join(map(str, cuts[0].rows))} of {rows} rows"
+    if said is not None:
+        return LossParts() if first.fits(said) else LossParts(doubt=first.said(of_parts))
+    named = with_rows(batch, profile.batch_dims)
+    possible = [profile.loss_terms, None, *possible_terms(named, seen.terms, seen.compared)]
+    rule: LossParts | None = None
+    for one_by_one in (False, True):
+        variants = ran_variants(
+            batch, dims or {}, tried, numbers=seen.compared, one_by_one=one_by_one
+        )
+        rule = rule_of(first, list(variants), possible, of_parts=of_parts)
+        if rule is None or not rule.unless:
+            break
+    return rule or LossParts(doubt=first.said(of_parts))
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A run: its loss, the targets that its cross-entropies took, and the mode."""
+    """A run: its loss, the targets that its cross-entropies took, the numbers that tensors were
+    compared with, and the mode."""
 
     loss: float
     terms: LossTerms | None
+    compared: tuple[int, ...]
     is_training: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    pieces: Sequence[Batch]
-    rows: Sequence[int]
-    losses: Sequence[float]
-
-    def fits(self, whole: float, counts: Sequence[float]) -> bool:
-        if any(not isfinite(count) or count < 0 for count in counts) or not sum(counts):
-            return False
-        terms = [loss * count for loss, count in zip(self.losses, counts, strict=True) if count]
-        return _close(sum(terms) / sum(counts), whole)
-
-
-def _rule(
-    cuts: Sequence[_Cut],
-    whole: _Seen,
+def _cut(
+    model: nn.Module,
     batch: Batch,
-    *,
-    profile: ModelProfile,
-    said: LossWeight | None,
-) -> LossParts:
-    def fits(weight: LossWeight | None) -> bool:
-        return all(
-            cut.fits(whole.loss, [float(weight(p)) for p in cut.pieces] if weight else cut.rows)
-            for cut in cuts
-        )
-
-    usual = said or (weight_of(profile.loss_terms) if profile.loss_terms else None)
-    if fits(usual):
-        return LossParts()
-    if said is None:
-        if all(_close(sum(cut.losses), whole.loss) for cut in cuts):
-            return LossParts(is_sum=True)
-        for terms in _candidates(batch, whole.terms, profile):
-            if fits(weight_of(terms)):
-                return LossParts(terms=terms)
-    cut = cuts[0]
-    counts = [float(usual(p)) for p in cut.pieces] if usual else cut.rows
-    shares = " and ".join(map(str, cut.rows))
-    words = " and ".join(f"{loss:.6g}" for loss in cut.losses)
-    return LossParts(
-        doubt=f"the loss of {sum(cut.rows)} rows of the sample is {whole.loss:.6g}, that of"
-        f" {shares} of them {words}: with weights {' to '.join(f'{n:g}' for n in counts)} or any"
-        " other no mean of these, and no sum"
-    )
-
-
-def _candidates(
-    batch: Batch, seen: LossTerms | None, profile: ModelProfile
-) -> Iterator[LossTerms | None]:
-    """Other targets, masks and lengths that a loss may be a mean over."""
-    if seen is not None:
-        yield seen
-    yield None
-    for name, value in batch_items(batch):
-        if not isinstance(value, Tensor) or not isinstance(profile.batch_dims.get(name, 0), int):
-            continue
-        for skipped in range(2 if value.ndim == 2 else 1):
-            if not value.is_floating_point():
-                for ignored in NO_TARGETS:
-                    yield LossTerms(name=name, skipped=skipped, ignored=ignored)
-            yield LossTerms(name=name, skipped=skipped, is_added=True)
-
-
-def weight_of(terms: LossTerms | None) -> LossWeight | None:
-    """The number of terms that the loss of a microbatch is a mean over; None: that of its rows."""
-    if terms is None:
-        return None
-
-    def weight(piece: Batch) -> Tensor:
-        targets = dict(batch_items(piece)).get(terms.name)
-        if not isinstance(targets, Tensor) or targets.ndim <= (terms.skipped > 0):
-            raise BatchError(
-                f"`{terms.name}` is missing, the loss of the sample was a mean over it",
-                where=describe(piece),
-                hints=["give it, or say what the loss is a mean over: `loss_weight=`"],
-            )
-        counted = targets[:, terms.skipped :] if terms.skipped else targets
-        if terms.is_added:
-            return counted.double().sum()
-        is_counted = counted != terms.ignored
-        if terms.weights:
-            weights = torch.tensor(terms.weights, dtype=torch.float64, device=counted.device)
-            return (weights[torch.where(is_counted, counted, 0)] * is_counted).sum()
-        return is_counted.sum()
-
-    return weight
+    sizes: Sequence[int],
+    loss_fn: LossFn | None,
+    dims: Dims | None,
+    seen: _Seen,
+) -> CutBatch | None:
+    """The losses of parts of the batch; None where random numbers are drawn."""
+    pieces = split_rows(batch, sizes, dims)
+    parts = [_run(model, piece, loss_fn, is_training=seen.is_training) for piece in pieces]
+    losses = [part.loss for part in parts if part is not None]
+    return CutBatch(pieces, sizes, losses) if len(losses) == len(parts) else None
 
 
 def _few_rows(model: nn.Module, sample: Batch, profile: ModelProfile) -> Batch | None:
@@ -204,6 +150,8 @@ def _few_rows(model: nn.Module, sample: Batch, profile: ModelProfile) -> Batch |
     dims = profile.batch_dims or None
     rows = batch_size(sample, dims)
     few = min(rows, MOST_ROWS)
+    while few > 2 and profile.flop(few) > MOST_FLOP:
+        few //= 2
     is_low = any(p.is_floating_point() and p.element_size() < 4 for p in parameters)
     is_large = sum(p.nbytes for p in parameters) > MOST_OF_MEMORY * machine_memory_bytes()
     if rows < 2 or is_low or is_large or profile.flop(few) > MOST_FLOP or profile.devices:
@@ -240,11 +188,11 @@ def _run(
         _fill_zeros(model)
         given = map_batch(fakes.of, batch)
         before = _random_state()
-        with LossWatch(given) as watch:
+        with LossWatch(given) as watch, ComparedNumbers() as compared:
             output = call_model(model, given, has_target=loss_fn is not None)
             loss = float(loss_of(output, given, loss_fn).detach())
         drew = before != _random_state()
-        return None if drew else _Seen(loss, watch.terms, is_training)
+        return None if drew else _Seen(loss, watch.terms, compared.numbers, is_training)
 
 
 def _fill_zeros(model: nn.Module) -> None:
@@ -259,7 +207,3 @@ def _fill_zeros(model: nn.Module) -> None:
 def _random_state() -> tuple[object, ...]:
     array = tuple(np.random.get_state())[2]  # its place; the rest changes with it
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), array
-
-
-def _close(got: float, wanted: float) -> bool:
-    return abs(got - wanted) <= TOLERANCE * abs(wanted) + 1e-12

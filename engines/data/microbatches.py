@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from engines.data.batch_structure import batch_topic
+from engines.data.coupled_rows import require_no_coupling
 from engines.data.loader import ShardedLoader, length_topic, split_rows_evenly
-from engines.data.loss_parts import LossParts, LossWeight, weight_of
+from engines.data.loss_rule import LossParts, LossWeight, weight_of
 from engines.data.prefetch import CopiesAhead
 from engines.plan import Plan
 from engines.runtime.rank_agreement import require_agreement
@@ -30,6 +31,7 @@ from profiles.capture.batch_rows import batch_size, split_rows
 from profiles.capture.batch_tree import batch_tensors, describe, map_batch
 from profiles.errors import BatchError
 from profiles.model.profile import ModelProfile
+from profiles.torch_compat import tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class _Cut:
     counts: list[float]
 
 
-class CutBatch:
+class WeightedBatch:
     """A rank's part of a batch in microbatches, whose weights follow from the counts of all ranks.
 
     Attributes:
@@ -67,7 +69,7 @@ class CutBatch:
 
     @property
     def weights(self) -> Tensor:
-        """The weight of each mean loss: fp32, on the device. Waits for the counts of all ranks.
+        """The weight of each mean loss: fp32, on the CPU. Waits for the counts of all ranks.
 
         Raises:
             BatchError: another rank could not use its part of the batch.
@@ -77,6 +79,10 @@ class CutBatch:
             spare, self._weights = self._weigh()
             self.pieces += spare
         return self._weights
+
+    def weight(self, index: int, scale: float = 1.0) -> Tensor:
+        """That of one of them, in losses that are multiplied by `scale`."""
+        return self.weights[index] * scale
 
 
 class MicrobatchCutter:
@@ -115,8 +121,10 @@ class MicrobatchCutter:
         self._plan = plan
         self._profile = profile
         self._world = world
-        self._weight = loss_weight or weight_of((parts and parts.terms) or profile.loss_terms)
-        self._is_sum = parts is not None and parts.is_sum
+        self._weight = loss_weight or weight_of(parts.terms if parts else profile.loss_terms)
+        self._parts = parts or LossParts()
+        self._is_said = loss_weight is not None
+        self._has_warned = False
         self._replica = replica
         self._require = require
         self._dims = profile.batch_dims or None
@@ -134,7 +142,7 @@ class MicrobatchCutter:
         self._plan, self._cuts = plan, 0
 
     @rank_error_context(COUNTING)
-    def cut(self, batch: Batch) -> CutBatch:
+    def cut(self, batch: Batch) -> WeightedBatch:
         """The plan's microbatches, and the weight of each mean loss.
 
         Gradients and losses are averaged over replicas, so a microbatch of n samples in a global
@@ -164,7 +172,7 @@ class MicrobatchCutter:
         counted = [self.counted, cut.rows, 0.0, *rounds, *prints]
         sums = start_sum_over_ranks(counted, self._world)
         weigh = partial(self._weigh, batch, cut, sums, len(rounds), own_rounds)
-        microbatches = CutBatch(cut.pieces, weigh)
+        microbatches = WeightedBatch(cut.pieces, weigh)
         self._cuts += 1
         if not self._overlaps or self._cuts <= FIRST_CUTS:
             _ = microbatches.weights
@@ -199,7 +207,7 @@ class MicrobatchCutter:
         self.total = rows * of_replicas
         # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
         scale = replicas / (total * of_replicas) if total else 0.0
-        if self._is_sum:
+        if self._parts.is_sum:
             scale = float(replicas)
         most = sum(1 for each in sums[3 : 3 + of_rounds] if each)
         if most:
@@ -209,7 +217,7 @@ class MicrobatchCutter:
         ]
         counts = [*cut.counts, *(0.0 for _ in spare)]
         weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
-        return spare, weights.to(self._world.device, dtype=torch.float32)
+        return spare, weights.float()
 
     @property
     def _is_shared(self) -> bool:
@@ -255,6 +263,7 @@ class MicrobatchCutter:
         rows = batch_size(batch, self._dims)
         sizes = self._sizes(rows)
         self._require_room(rows, max(sizes))
+        self._require_rule(batch)
         counts = [
             self._count(part, size)
             for part, size in zip(split_rows(batch, sizes, self._dims), sizes, strict=True)
@@ -303,9 +312,17 @@ class MicrobatchCutter:
             hints=hints,
         )
 
+    def _require_rule(self, batch: Batch) -> None:
+        """Refuse or warn of values for which the losses of parts do not make up the whole; those
+        of the sample were judged with the plan."""
+        is_new = bool(self._parts.unless) and not self._has_warned
+        doubt = self._parts.doubt_of(batch)
+        require_no_coupling(doubt, self._plan, is_said=self._is_said, warns=is_new)
+        self._has_warned |= bool(doubt)
+
     def _count(self, piece: Batch, rows: int) -> float:
         """The weight of a microbatch's mean loss; 0 for a borrowed row."""
-        if self._is_sum:
+        if self._parts.is_sum:
             return float(rows > 0)
         if not rows or self._weight is None:
             return float(rows)
@@ -345,8 +362,20 @@ class MicrobatchCutter:
 
 
 def weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """The loss times its weight in the global mean: 0 without weight, also where it is NaN."""
-    return torch.where(weight > 0, loss.reshape(()) * weight, torch.zeros_like(weight))
+    """The loss times its weight in the global mean, 0-d; 0 without weight, also where it is NaN.
+    `weight` is on the CPU: nothing waits for the device."""
+    loss = loss.reshape(())
+    if weight > 0:
+        return loss * weight
+    return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
+
+
+def silence(output: object, weight: Tensor) -> None:
+    """Let no gradient into the output of a microbatch without weight: its mean over nothing may be
+    0 / 0, whose gradient is no number even where the loss is multiplied by 0."""
+    for tensor in tensors_in(output) if weight == 0 else ():
+        if tensor.requires_grad and type(tensor) is Tensor:
+            tensor.register_hook(torch.zeros_like)
 
 
 def _fingerprint(batch: Batch) -> int:

@@ -150,7 +150,7 @@ class NoiseMeter:
         """A step of `samples` over all replicas; `weights` of this rank's microbatches, as
         `MicrobatchCutter.cut` gives them, in losses that are multiplied by `scale`. Gradients that
         are there already are of other samples: such a step is not measured."""
-        self._weights, self._scale, self._samples = weights, scale, samples
+        self._weights, self._scale, self._samples = weights.to(self._device), scale, samples
         self._is_on = samples > 0 and all(p.grad is None for p in self._parameters)
         self._norms, self._seen = [], []
 

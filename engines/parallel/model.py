@@ -25,9 +25,9 @@ from engines.data.fsdp import drop_unused, prepare_backward, release, start_over
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.loader import ShardedLoader
 from engines.data.loss_mean import LossMean
-from engines.data.loss_parts import LossParts, LossWeight
+from engines.data.loss_rule import LossParts, LossWeight
 from engines.data.loss_scale import LossScaler
-from engines.data.microbatches import CutBatch, MicrobatchCutter, weighted
+from engines.data.microbatches import MicrobatchCutter, WeightedBatch, silence, weighted
 from engines.data.noise_scale import NoiseMeter
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.data.replicas import sum_gradients
@@ -344,8 +344,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
                 total += self._pipeline.evaluate(pieces, weights.unbind())
                 start_over(self.module, self.plan)  # forwards of stages end early
                 pieces = []
-            for piece, weight in zip(pieces, weights, strict=False):
-                total += weighted(self._loss(piece), weight)
+            for index, piece in enumerate(pieces):
+                total += self._loss(piece, partial(microbatches.weight, index))
         return self._exchange.average(self._loss_mean.of(total), self._cutter.counted)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
@@ -383,17 +383,18 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._finish_pending()
         return full_gradients(self.module, self._layout)
 
-    def _loss(self, piece: Batch) -> Tensor:
-        """The loss of this rank's part of the piece; the mean over ranks with the same rows is the
-        mean loss of the piece."""
+    def _loss(self, piece: Batch, weigh: Callable[[], Tensor]) -> Tensor:
+        """The weighted loss of the piece: the mean over the ranks that have its rows."""
         if self._context is not None:
-            return self._context.loss(self._called, piece, self._loss_fn)
+            return weighted(self._context.loss(self._called, piece, self._loss_fn), weigh())
         has_target, own = self._loss_fn is not None, self.module.forward
         output = call_model(self._called, piece, has_target=has_target, forward=own)
+        weight = weigh()
+        silence(output, weight)
         loss = loss_of(output, piece, self._loss_fn)
-        return loss.to(self._world.device)  # from the last part of a module placed by hand
+        return weighted(loss.to(self._world.device), weight)  # from where its author put it
 
-    def _run(self, microbatches: CutBatch, scale: float) -> Tensor:
+    def _run(self, microbatches: WeightedBatch, scale: float) -> Tensor:
         """Forwards and backwards of a step; its loss on this rank."""
         total = torch.zeros((), device=self._world.device)
         with explained_recompute(self.plan):
@@ -405,8 +406,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             last = len(microbatches.pieces) - 1
             for index, piece in enumerate(microbatches.pieces):
                 with self._backward_mode(index == last), self._measured_noise(index):
-                    loss = with_gradient(self._loss(piece))
-                    loss = weighted(loss, microbatches.weights[index] * scale)
+                    weigh = partial(microbatches.weight, index, scale)
+                    loss = with_gradient(self._loss(piece, weigh))
                     total += loss.detach()
                     if index == last:
                         self._loss_mean.begin(total / scale)

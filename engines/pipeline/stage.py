@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from engines.blocks.autocast import as_fp32, autocast
+from engines.data.microbatches import silence, weighted
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
 from engines.pipeline.segments import Key, Segment
@@ -24,7 +25,7 @@ from profiles.torch_compat import is_fake
 class Round:
     """The microbatches in flight, the same on every stage.
 
-    `weights`: of each one's mean loss in the loss of the step.
+    `weights`: of each one's mean loss in the loss of the step, on the CPU.
     """
 
     pieces: Sequence[Batch] = ()
@@ -73,6 +74,8 @@ class Stage(nn.Module):
         if not self.segment.is_last:
             assert isinstance(output, tuple)
             return output
+        weight = self._round.weights[number]
+        silence(output, weight)
         loss = loss_of(as_fp32(output, self._autocast_to), piece, self._loss_fn)
         if is_fake(loss):
             raise ModelError(
@@ -82,9 +85,7 @@ class Stage(nn.Module):
             )
         if torch.is_grad_enabled():
             loss = with_gradient(loss)
-        weight = self._round.weights[number]
-        # Without weight the loss is 0, also where it is NaN.
-        return torch.where(weight > 0, loss.reshape(1) * weight, torch.zeros_like(weight))
+        return weighted(loss, weight).reshape(1)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return (self._model.get_parameter(name) for name in sorted(self.segment.parameters))

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engines.data.loss_parts import LossParts, seen_on, weight_of
+from engines.data.loss_parts import seen_on
+from engines.data.loss_rule import LossParts, weight_of
 from profiles.capture.batch import call_model, loss_of
 from profiles.capture.batch_rows import split_rows
 from profiles.capture.capture import capture
@@ -96,7 +97,7 @@ RULED: list[Loss] = [
 
 def seen(loss_fn: Loss, **options: Any) -> LossParts:
     torch.manual_seed(0)
-    model, sample = Tagger(), batch(ROWS)
+    model, sample = Tagger(), options.pop("sample", batch(ROWS))
     profile = capture(model, sample, loss_fn=loss_fn)
     options.setdefault("said", None)
     return seen_on(model, sample, loss_fn, profile=profile, **options)
@@ -121,16 +122,90 @@ def test_another_batch_follows_the_rule_that_the_sample_showed(loss_fn: Loss) ->
     assert relative(torch.as_tensor(made), whole) < 1e-5
 
 
+def full(rows: int, *, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `batch`, without padding."""
+    x, _ = batch(rows, seed=seed)
+    labels = torch.randint(1, CLASSES, (rows, TOKENS), generator=torch.Generator().manual_seed(5))
+    lengths = torch.full((rows,), TOKENS)
+    return x, {"labels": labels, "mask": torch.ones(rows, TOKENS), "lengths": lengths}
+
+
+def over_positive_labels(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    is_counted = target["labels"] > 0
+    return F.cross_entropy(logits[is_counted], target["labels"][is_counted])
+
+
+def over_none_negative(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    """Padding is -1, of which the loss says no more than that it is negative."""
+    labels = target["labels"].clamp(min=-1)
+    each = F.cross_entropy(
+        logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none"
+    ).view_as(labels)
+    return each[labels >= 0].sum() / (labels >= 0).sum()
+
+
+def over_numbers(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    """Padding is nan in the mask."""
+    is_counted = ~torch.where(target["mask"] == 0, torch.nan, target["mask"]).isnan()
+    each = F.cross_entropy(
+        logits.flatten(0, 1), target["labels"].clamp(min=0).flatten(), reduction="none"
+    )
+    return each[is_counted.flatten()].sum() / is_counted.sum()
+
+
+def of_two_terms(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return over_a_mask(logits, target) + logits.square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        by_rows,
+        over_a_mask,
+        over_lengths,
+        over_labels,
+        over_positive_labels,
+        over_none_negative,
+        over_numbers,
+    ],
+)
+def test_a_sample_without_padding_shows_what_holds_with_it(loss_fn: Loss) -> None:
+    torch.manual_seed(0)
+    model, sample = Tagger(), full(ROWS)
+    rule = seen_on(
+        model, sample, loss_fn, profile=capture(model, sample, loss_fn=loss_fn), said=None
+    )
+    other, sizes = batch(ROWS, seed=3), [2, 6]
+    if loss_fn is over_none_negative:
+        other[1]["labels"].clamp_(min=-1)
+    assert not rule.doubt_of(other)
+    weight = weight_of(rule.terms)
+    made = torch.zeros(())
+    counts = 0.0
+    for part, rows in zip(split_rows(other, sizes), sizes, strict=True):
+        count = float(weight(part)) if weight else rows
+        made += loss_of(call_model(model, part, has_target=True), part, loss_fn) * count
+        counts += count
+    whole = loss_of(call_model(model, other, has_target=True), other, loss_fn)
+    assert relative(made / counts, whole) < 1e-5
+
+
+def test_values_with_which_no_rule_holds_are_doubted_alone() -> None:
+    rule = seen(of_two_terms, sample=full(ROWS))
+    assert not rule.doubt_of(full(ROWS, seed=2))
+    assert "with 0 in `element 1.mask` the loss" in rule.doubt_of(batch(ROWS))
+
+
 def test_rows_that_act_on_each_other_are_said_with_both_losses() -> None:
     rule = seen(negatives_of_the_batch)
-    assert "the loss of 8 rows of the sample is" in rule.doubt
+    assert "the loss of the sample is 2.03585, the losses of 3 and 5 of 8 rows are" in rule.doubt
     assert not rule.is_sum
     assert rule.terms is None
 
 
 def test_a_weight_that_does_not_fit_the_loss_is_said() -> None:
     assert not seen(over_a_mask, said=lambda part: part[1]["mask"].sum()).doubt
-    assert "with weights 3 to 5" in seen(over_a_mask, said=lambda part: len(part[0])).doubt
+    assert "of 3 and 5 of 8 rows" in seen(over_a_mask, said=lambda part: len(part[0])).doubt
 
 
 def test_nothing_is_said_of_what_cannot_be_seen() -> None:
@@ -236,7 +311,7 @@ def warnings_of(plan: str) -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("engines.apply.proofs")
+    logger = logging.getLogger("engines.data.coupled_rows")
     logger.addHandler(handler)
     try:
         spread(Case(Tagger, batch, negatives_of_the_batch), plan, rows=ROWS)  # type: ignore[arg-type]
@@ -251,6 +326,51 @@ def test_a_loss_that_no_cut_makes_up_is_warned_of_where_batches_are_cut(pool: Po
     assert len(first) == 1
     assert "trains on the loss of its own rows" in first[0]
     assert not second
+
+
+def coupled(plan: str, **options: Any) -> str:
+    case = Case(Tagger, batch, negatives_of_the_batch)  # type: ignore[arg-type]
+    try:
+        spread(case, plan, rows=ROWS, **options)
+    except (BatchError, RankError) as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.dist
+def test_rows_of_one_rank_that_act_on_each_other_stay_in_one_piece(pool: Pool) -> None:
+    for text in pool.run(coupled, "dp_replicate=2 accumulation=2", world_size=2):
+        assert "a step in 2 microbatches is not that of the whole batch" in text
+
+
+def coupled_on_purpose() -> str:
+    return coupled("dp_replicate=2 accumulation=2", loss_weight=lambda part: len(part[0]))
+
+
+@pytest.mark.dist
+def test_a_microbatch_trains_on_its_own_loss_where_its_weight_is_given(pool: Pool) -> None:
+    assert pool.run(coupled_on_purpose, world_size=2) == ["", ""]
+
+
+def late_padding() -> tuple[float, str]:
+    """Drift on a batch without padding, and what is said of one with it."""
+    case = Case(Tagger, full, of_two_terms)  # type: ignore[arg-type]
+    reference, parallel = spread(case, "dp_replicate=2 accumulation=2", rows=ROWS)
+    whole = full(ROWS, seed=2)
+    wanted = reference_loss(reference, case, whole).detach()
+    drift = relative(parallel.forward_backward(local_rows(parallel, whole, ROWS)), wanted)
+    try:
+        parallel.forward_backward(local_rows(parallel, batch(ROWS, seed=2), ROWS))
+    except BatchError as error:
+        return drift, error.what
+    return drift, ""
+
+
+@pytest.mark.dist
+def test_a_batch_whose_values_leave_no_rule_is_refused(pool: Pool) -> None:
+    for drift, text in pool.run(late_padding, world_size=2):
+        assert drift < 1e-5
+        assert "with 0 in `element 1.mask` the loss of the sample is" in text
 
 
 def refusal(plan: str) -> str:
