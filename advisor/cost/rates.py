@@ -41,6 +41,11 @@ PLAIN_OPERATION = 0.2
 # Of one on a DTensor: it goes through torch's dispatcher in Python (torch 2.13: AdamW's nine
 # operations take 25 us a parameter, of shards 122: `python -m tests.benchmarks.shard_host`).
 SHARD_OPERATION = 0.95
+# Bytes that a convolution moves on a processor beside its own: oneDNN copies maps and weights into
+# blocks of channels and the result back, each read and written, in both products of a backward
+# (`ONEDNN_VERBOSE=1` lists them). In a bench of a processor a convolution of small maps took up to
+# four times what it multiplies for.
+REORDERED = 2
 
 
 def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
@@ -171,6 +176,9 @@ class DeviceRates:
             best = NARROW_SHARE_OF_BLACKWELL if later else NARROW_SHARE
             seconds = max(seconds / best, moved_bytes / self.bandwidth)
             seconds += NARROW_BYTES * product.m * operand * product.repeats / self.bandwidth
+        if product.is_convolution and self.device.kind == "cpu":
+            products = flop / product.forward_flop
+            written += REORDERED * products * product.forward_bytes
         return seconds + written / self.bandwidth
 
     def _convolution_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:

@@ -20,7 +20,8 @@ ELEMENT_BYTES = 2.0
 class ProductLoad(NamedTuple):
     """`repeats` products of (m, k) by (k, n); FLOP and bytes of all of them.
 
-    `is_recomputed`: by a recompute that stops early, see `LayerCost`.
+    `is_recomputed`: by a recompute that stops early, see `LayerCost`. `is_convolution`: the product
+    is an implicit one.
     """
 
     kind: ProductKind
@@ -34,6 +35,7 @@ class ProductLoad(NamedTuple):
     backward_bytes: float
     fewest: float = 1.0
     is_recomputed: bool = True
+    is_convolution: bool = False
 
 
 class AttentionLoad(NamedTuple):
@@ -136,6 +138,7 @@ def _own(layer: LayerCost, kind: Kind | None, share: float, samples: float) -> P
         forward_bytes=share * moved + (1 - share) * min(full, moved),
         backward_bytes=share * back + (1 - share) * min(2 * full, back),
         is_recomputed=layer.is_recomputed,
+        is_convolution=layer.kind is LayerKind.CONVOLUTION,
     )
 
 
@@ -158,6 +161,7 @@ def _noted(product: Product, share: float, samples: float) -> ProductLoad:
     return ProductLoad(
         product.kind, m, n, k, float(product.count), flop,
         (1 + product.needs_input_gradient) * flop, there, back, product.fewest,
+        is_convolution=product.kind is ProductKind.CONVOLUTION,
     )  # fmt: skip
 
 
