@@ -55,6 +55,21 @@ def sent_over(borders: Sequence[Border], stage: int) -> float:
     return borders[stage].activation_bytes if 0 <= stage < len(borders) else 0.0
 
 
+def retained_over(
+    model: CostContext, plan: Plan, borders: Sequence[Border], stage: int, places: tuple[int, int]
+) -> tuple[float, float]:
+    """Bytes of a microbatch received into and sent from a stage of units `places`, which
+    `between_bytes` takes: of torch's stages `StageBorders.retained`, of others all that cross."""
+    if model.stack.states is not None:
+        return sent_over(borders, stage - 1), sent_over(borders, stage)
+    return model.stages.retained(
+        *places,
+        numerics=model.numerics(plan),
+        samples=sent_samples(plan, model.stack),
+        shares=model.shares(plan),
+    )
+
+
 def received_into(borders: Sequence[Border], stage: int, *, splits: Container[int]) -> float:
     """Bytes of receive buffers per microbatch: torch's stages allocate a tensor for each receive,
     for every microbatch of a round, for as long as the stage lives (`_RecvInfo` in

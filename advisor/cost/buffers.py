@@ -50,7 +50,8 @@ def gathered_by_torch(plan: Plan, loads: Loads, stack: Stack = TORCH) -> Gathere
     copies = [u.parameter_bytes * share if u.is_separate else 0.0 for u in units]
     root = loads.root_parameter_bytes * share
     seen = list(accumulate(copy * u.count for copy, u in zip(copies, units, strict=True)))
-    cast = list(accumulate(u.parameter_bytes * share * (share != 1) * u.count for u in units))
+    multiplied = (u.parameter_bytes * u.is_multiplied * u.count for u in units)
+    cast = list(accumulate(nbytes * share * (share != 1) for nbytes in multiplied))
 
     def following_bytes(following: int) -> float:
         return copies[following] if 0 <= following < len(copies) else 0.0
@@ -92,8 +93,18 @@ class Gradients:
     carried: float = 0.0
 
 
-def gradients_of_torch(plan: Plan, loads: Loads, *, on_device: bool) -> Gradients:
+def reduction_share(compute_share: float, *, copies: bool) -> float:
+    """Bytes in a reduction per byte of its gradients in fp32: those in the compute dtype and the
+    flat input that they are copied to. gloo reduces a copy of the input, when they are gone."""
+    return max(1 + compute_share, 2.0 * copies)
+
+
+def gradients_of_torch(
+    plan: Plan, loads: Loads, *, on_device: bool, copies: bool = False
+) -> Gradients:
     """Gradient memory by data-parallel kind; `on_device` False means shards go to the host.
+
+    `copies`: collectives copy their input (gloo).
 
     DDP's gradients live in its buckets from the start (gradient_as_bucket_view); microbatches
     before the last accumulate outside them, so with several there are two copies. Otherwise they
@@ -110,26 +121,33 @@ def gradients_of_torch(plan: Plan, loads: Loads, *, on_device: bool) -> Gradient
     if kind not in WHOLE:
         # The backward's result, besides the fp32 input of the previous reduction, which FSDP2 holds
         # until the unit is done. The root group's gradients stay unsharded until the end of the
-        # backward.
-        before = next_separate(units, backward=False)
+        # backward, and so do late units.
         inputs = [unit.gradient_bytes * unit.is_separate for unit in units]
         carried = (
             next(filter(None, inputs), 0.0) if several and kind is not DataParallel.ZERO1 else 0.0
         )
-        working = [
-            share * mine + (inputs[last] if last >= 0 else carried)
-            for mine, last in zip(inputs, before, strict=True)
-        ]
-        reduced = [share * mine + mine for mine in inputs]
-        waiting = share * loads.root_gradient_bytes
+        working, previous = [0.0] * len(units), carried
+        for i in reversed(range(len(units))):
+            working[i] = share * inputs[i] + previous
+            previous = previous if units[i].is_late else inputs[i] or previous
+        flat = reduction_share(share, copies=copies)
+        reduced = [flat * mine for mine in inputs]
+        # A shard is added to those of earlier microbatches. The first of two under ZeRO-2 has none
+        # yet, and all parameters, some of which the second has released.
+        adds = plan.forwards > 1 + (kind is DataParallel.ZERO2)
+        made = adds / degree * on_device
+        root = share * loads.root_gradient_bytes
+        keeps_all = kind in KEEPS_PARAMETERS and several
+        late = late_bytes(units, share, with_parameters=not keeps_all)
+        shards = [nbytes - of_late for nbytes, of_late in zip(after, _of_late(units), strict=True)]
         if kind is DataParallel.ZERO1 and several:
             return Gradients(total, lambda i: total, lambda i: working[i], lambda i: reduced[i])
         shard_share = 1 / degree if on_device else 0.0
         return Gradients(
             total * shard_share if several else 0.0,
-            lambda i: (total if several else after[i]) * shard_share,
-            lambda i: working[i] + waiting,
-            lambda i: reduced[i] + waiting,
+            lambda i: (total if several else shards[i]) * shard_share,
+            lambda i: working[i] + root + late[i],
+            lambda i: reduced[i] + made * inputs[i] + root + late[i],
             carried,
         )
     if plan.is_replicated:
@@ -141,6 +159,29 @@ def gradients_of_torch(plan: Plan, loads: Loads, *, on_device: bool) -> Gradient
         lambda i: total if several else after[i],
         lambda i: own[i] if several else 0.0,
     )
+
+
+def _of_late(units: Sequence[UnitLoad]) -> list[float]:
+    """Gradients of late units from each entry on, which have no shards yet."""
+    own = [unit.gradient_bytes * unit.count * unit.is_late for unit in units]
+    return list(accumulate(reversed(own)))[::-1]
+
+
+def late_bytes(
+    units: Sequence[UnitLoad],
+    share: float,
+    *,
+    with_parameters: bool = True,
+    with_gradients: bool = True,
+) -> list[float]:
+    """Bytes of late units whose backward is over when that of each entry runs."""
+    after, so_far = [0.0] * len(units), 0.0
+    for i in reversed(range(len(units))):
+        after[i] = so_far
+        unit = units[i]
+        nbytes = with_parameters * unit.parameter_bytes + with_gradients * unit.gradient_bytes
+        so_far += share * nbytes * unit.count * unit.is_late
+    return after
 
 
 def next_separate(units: Sequence[UnitLoad], *, backward: bool) -> list[int]:

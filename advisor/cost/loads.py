@@ -206,7 +206,7 @@ def loads_of(
         stack: whose implementation of tensor parallelism it is.
     """
     runs = runs_of(model) if runs is None else runs
-    separate = {unit.name for unit in model.shard_units()}
+    separate, late = {unit.name for unit in model.shard_units()}, model.reduced_at_end
     if styled is None:
         styled = styled_units(model, numerics=numerics, styles=styles if tp > 1 else ())
     if tp > 1:
@@ -219,6 +219,7 @@ def loads_of(
             numerics,
             samples / cp,
             is_separate=run.unit.name in separate and run.unit.name != "",
+            is_late=run.unit.name in late and run.unit.gradient_bytes > 0,
             styled=styled[run.first],
             tp=tp,
             stack=stack,
@@ -317,6 +318,7 @@ def _load(
     samples: float,
     *,
     is_separate: bool,
+    is_late: bool,
     styled: Styled,
     tp: int,
     stack: Stack,
@@ -328,6 +330,9 @@ def _load(
         is_block=unit.is_block,
         # A model that is one unit is its own root: there is nothing to release.
         is_separate=is_separate,
+        is_late=is_separate and is_late,
+        # A table of embeddings is looked up; one that is tied is a head's weight too.
+        is_multiplied=unit.is_shared or cost.forward_flop.at(1) > 0,
         parameter_bytes=unit.parameter_bytes,
         gradient_bytes=unit.gradient_bytes,
         forward_flop=cost.forward_flop.at(samples),

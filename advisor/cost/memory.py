@@ -7,7 +7,7 @@ so the peak is one moment and not a sum of maxima. Stages of pipelines: `stage_m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,6 +23,7 @@ from advisor.cost.buffers import (
     next_separate,
     own_gathered,
     own_gradients,
+    reduction_share,
 )
 from advisor.cost.buffers import added_share as added_share
 from advisor.cost.buffers import shard_degree as shard_degree
@@ -37,7 +38,7 @@ from advisor.cost.offload import (
 )
 from advisor.cost.states import ResidentStates, resident_states, zero_level
 from advisor.cost.unit_load import UnitLoad
-from engines.plan import OffloadTo, Plan, Recompute
+from engines.plan import DataParallel, OffloadTo, Plan, Recompute
 from profiles.machine.cluster import Device
 from profiles.model.profile import LOSS
 from profiles.workload.optimizer_states import FP32_BYTES
@@ -169,17 +170,20 @@ def moments_of(
     Args:
         own_gradient_bytes: of all gradients, in a stack with states of its own.
     """
-    away = activations_leave(plan, device)
+    away, on_device = activations_leave(plan, device), not states_leave(plan, device)
+    ends: Iterable[Moment] = ()
     if stack.states is None:
-        gradients = gradients_of_torch(plan, loads, on_device=not states_leave(plan, device))
+        where = {"on_device": on_device, "copies": device.kind == "cpu"}
+        gradients = gradients_of_torch(plan, loads, **where)
         gathered = gathered_by_torch(plan, loads, stack)
+        ends = _last_reductions(plan, loads, gradients, **where)
     else:
         gradients = own_gradients(own_gradient_bytes, loads, stack)
         gathered = own_gathered(plan, loads)
     return [
         *forward_moments(plan, loads, gradients, gathered, away=away),
         *backward_moments(plan, loads, gradients, gathered, away=away),
-        *(_root_reduction(plan, loads, gradients) if stack.states is None else ()),
+        *ends,
     ]
 
 
@@ -374,8 +378,10 @@ def backward_moments(
             loss=(saved[i] + work) * (unit.name == LOSS),
         )
         live -= saved[i]
-        if gradients.reduced is not None and unit.is_separate:
-            freed = 0.0 if plan.data_parallel in KEEPS_PARAMETERS else unit.parameter_bytes
+        if gradients.reduced is not None and unit.is_separate and not unit.is_late:
+            # ZeRO-2 keeps parameters where microbatches follow, of which each is reduced.
+            keeps = plan.data_parallel is DataParallel.ZERO2 and plan.forwards > 1
+            freed = 0.0 if keeps else unit.parameter_bytes
             yield Moment(
                 event="reduction",
                 unit=unit.name,
@@ -388,16 +394,22 @@ def backward_moments(
             )
 
 
-def _root_reduction(plan: Plan, loads: Loads, gradients: Gradients) -> Iterator[Moment]:
-    """The root group is reduced as one tensor after the backward."""
+def _last_reductions(
+    plan: Plan, loads: Loads, gradients: Gradients, *, on_device: bool, copies: bool
+) -> Iterator[Moment]:
+    """After the backward the root group is reduced as one tensor, then late units one by one."""
     if not plan.data_parallel.is_sharded:
         return
-    share = loads.compute_share
-    yield Moment(
-        event="reduction of the root group",
-        gradients=gradients.in_backward(0),
-        gathered=share * loads.root_parameter_bytes + (1 + share) * loads.root_gradient_bytes,
-    )
+    share, live = loads.compute_share, gradients.in_backward(0)
+    units = [unit for unit in loads.separate if unit.is_late]
+    late = sum(share * (u.parameter_bytes + u.gradient_bytes) * u.count for u in units)
+    reduced = reduction_share(share, copies=copies)
+    root = share * loads.root_parameter_bytes + reduced * loads.root_gradient_bytes
+    yield Moment("reduction of the root group", gradients=live, gathered=root + late)
+    if units:
+        first = max(units, key=lambda unit: unit.gradient_bytes)
+        own = (reduced - share + on_device / shard_degree(plan)) * first.gradient_bytes
+        yield Moment("reduction", first.name, gradients=live, gathered=late + own)
 
 
 def optimizer_step(

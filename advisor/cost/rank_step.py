@@ -153,7 +153,8 @@ def _unit(
     again = load.activation_bytes - saved if load.is_block else 0.0
     copy = load.parameter_bytes * share
     # Copies for compute: by autocast, or gathered once for all microbatches.
-    casts = copy * (kind in KEEPS_PARAMETERS or (kind in WHOLE and share != 1))
+    is_cast = kind in WHOLE and share != 1 and load.is_multiplied
+    casts = copy * (kind in KEEPS_PARAMETERS or is_cast)
     saved_tensors = scaled(tensors, saved)
     if again > 0 and plan.recompute is Recompute.FULL:
         saved_tensors = (saved,) if saved else ()
@@ -161,10 +162,11 @@ def _unit(
     # Stages of a pipeline reduce when a round is over, ZeRO-1 after the last microbatch; until then
     # gradients are whole.
     late = plan.pp > 1 or (kind is DataParallel.ZERO1 and plan.forwards > 1)
-    reduces = kind.is_sharded and load.is_separate and not late
+    is_own = load.is_separate and not load.is_late
+    reduces = kind.is_sharded and is_own and not late
     gradients = load.gradient_bytes / degree if reduces else load.gradient_bytes
-    if kind.is_sharded and not load.is_separate and not late:
-        gradients *= share  # unsharded in the root group, in the compute dtype
+    if kind.is_sharded and not is_own and not late:
+        gradients *= share  # unsharded to the end of the backward, in the compute dtype
     return UnitMemory(
         parameters=scaled(sizes, load.parameter_bytes / degree),
         gradients=scaled(sizes, gradients),

@@ -28,11 +28,13 @@ def runs_of(model: ModelProfile) -> tuple[UnitRun, ...]:
     Units whose measured times differ are different; those that FSDP treats differently are too.
     """
     separate = {unit.name for unit in model.shard_units()}
+    late = model.reduced_at_end
     timed = [times.units for times in model.times]
     runs: list[UnitRun] = []
     previous: tuple[object, ...] | None = None
     for place, unit in enumerate(model.units):
-        key = (unit.name in separate, [units.get(unit.name) for units in timed])
+        name = unit.name
+        key = (name in separate, name in late, [units.get(name) for units in timed])
         if previous == key and _alike(runs[-1].unit, unit):
             runs[-1] = UnitRun(runs[-1].unit, runs[-1].first, runs[-1].count + 1)
         else:

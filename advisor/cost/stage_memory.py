@@ -17,6 +17,7 @@ from advisor.cost.buffers import (
     WHOLE,
     Gathered,
     Gradients,
+    late_bytes,
     own_gathered,
     own_gradients,
     shard_degree,
@@ -103,7 +104,8 @@ def chunk_of(
 
     # Each unit's new gradient is allocated before it is added to those of other microbatches.
     made = share if kind.is_sharded else 1.0
-    gradients = Gradients(0.0, lambda i: 0.0, lambda i: made * units[i].gradient_bytes)
+    late = late_bytes(units, share * one_by_one, with_gradients=False)
+    gradients = Gradients(0.0, lambda i: 0.0, lambda i: made * units[i].gradient_bytes + late[i])
     gathered: Gathered = by_torch
     if stack.states is not None:
         gradients, gathered = own_gradients(0.0, loads, stack), own_gathered(plan, loads)
@@ -115,7 +117,8 @@ def chunk_of(
         backward_moments(plan, loads, gradients, gathered),
         key=lambda moment: moment.total,
     )
-    cast = loads.parameter_bytes * share * (share != 1 and kind in WHOLE)
+    multiplied = sum(u.parameter_bytes * u.count * u.is_multiplied for u in loads.runs)
+    cast = multiplied * share * (share != 1 and kind in WHOLE)
     own = sum(saved_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
     if stack.states is not None:
         cast = 0.0

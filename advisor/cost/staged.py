@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from advisor.cost.assemble import assemble
-from advisor.cost.borders import Border, borders_of, charge_sends, received_into, sent_over
+from advisor.cost.borders import Border, borders_of, charge_sends, received_into, retained_over
 from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import rounds_of, stage_exchange
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
@@ -207,11 +207,12 @@ def received_bytes(layout: StageLayout, rank: int) -> float:
 
 
 def _chunk(model: CostContext, plan: Plan, layout: StageLayout, stage: int) -> StageMemory:
+    received, sent = retained_over(model, plan, layout.borders, stage, layout.places[stage])
     return chunk_of(
         plan,
         layout.stages[stage].part,
-        received_bytes=sent_over(layout.borders, stage - 1),
-        sent_bytes=sent_over(layout.borders, stage),
+        received_bytes=received,
+        sent_bytes=sent,
         stack=model.stack,
     )
 
@@ -253,7 +254,7 @@ def _stages(
     known = model.stages_of(plan)
     for stage, (first, last) in enumerate(pairwise(ends)):
         part = loads.part(first, last)
-        received, sent = sent_over(borders, stage - 1), sent_over(borders, stage)
+        received, sent = retained_over(model, plan, borders, stage, (first, last))
         key = (part.pieces, received, sent)
         if key not in known:
             known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)

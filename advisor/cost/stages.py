@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -123,17 +124,62 @@ class StageBorders:
             sent = before.cost(numerics).output_bytes.at(samples) * shares.of(before.name)
             return sent, sent
         if (place, shares) not in self._crossing:
-            self._crossing[place, shares] = self._counted(start, shares)
-        share = 1 / 2 if numerics is Numerics.BF16 and model.dtype == "float32" else 1.0
+            self._crossing[place, shares] = self._counted(model.flow.crossing_keys(start), shares)
+        share = self._share(numerics)
         activations, gradients = self._crossing[place, shares]
         return share * activations.at(samples), share * gradients.at(samples)
 
-    def _counted(self, start: int, shares: HandedOn) -> tuple[Affine, Affine]:
-        """Sums of the values that cross a border before call `start`: all, and those with a
-        gradient."""
+    def retained(
+        self,
+        first: int,
+        last: int,
+        *,
+        numerics: Numerics,
+        samples: float,
+        shares: HandedOn = WHOLE,
+    ) -> tuple[float, float]:
+        """Bytes of one microbatch that the stage of units [first, last) receives and is the first
+        to take, and those that it made and sends.
+
+        Activations of a unit have what it takes first (see `Storages.saved_bytes`). A value of an
+        earlier stage that it hands through stays where it was received.
+        """
+        units, flow = self._model.units, self._model.flow
+        start = flow.first_call(units[first].name) if first else 0
+        end = flow.first_call(units[last].name) if last < len(units) else len(flow.calls)
+        if start is None or end is None:
+            over = [
+                self.crossing(place, numerics=numerics, samples=samples, shares=shares)[0]
+                if 0 < place < len(units)
+                else 0.0
+                for place in (first, last)
+            ]
+            return over[0], over[1]
+        taken = self._first_taken
+        received = [key for key in flow.crossing_keys(start) if start <= taken[key] < end]
+        sent = [key for key in flow.crossing_keys(end) if key[0] >= start]
+        taken_first, made = (self._counted(keys, shares)[0] for keys in (received, sent))
+        share = self._share(numerics)
+        return share * taken_first.at(samples), share * made.at(samples)
+
+    @cached_property
+    def _first_taken(self) -> dict[tuple[int, int], int]:
+        """First call that takes each value."""
+        taken: dict[tuple[int, int], int] = {}
+        for edge in self._model.flow.edges:
+            key = edge.source, edge.value
+            taken[key] = min(edge.target, taken.get(key, edge.target))
+        return taken
+
+    def _share(self, numerics: Numerics) -> float:
+        """Bytes that cross a border per byte of the model as built."""
+        return 1 / 2 if numerics is Numerics.BF16 and self._model.dtype == "float32" else 1.0
+
+    def _counted(self, keys: Iterable[tuple[int, int]], shares: HandedOn) -> tuple[Affine, Affine]:
+        """Sums of values: all, and those with a gradient."""
         flow = self._model.flow
         activations, gradients = Affine(), Affine()
-        for call, number in flow.crossing_keys(start):
+        for call, number in keys:
             value, unit = flow.calls[call].values[number], flow.calls[call].unit
             nbytes = value.bytes * (shares.of(unit) if number == hidden_value(flow, call) else 1.0)
             activations += nbytes

@@ -16,6 +16,8 @@ class UnitLoad:
         name: of the first unit of a run.
         count: equal consecutive units that it represents.
         is_separate: gathered and released on its own by FSDP.
+        is_late: if so, it is released and reduced when the whole backward is over.
+        is_multiplied: its parameters are operands of products, of which autocast makes copies.
         layer_bytes: outputs of its weight layers, whose gradients are saved where a backward is
             split.
         tensors: trainable parameters.
@@ -35,6 +37,8 @@ class UnitLoad:
     name: str
     is_block: bool
     is_separate: bool
+    is_late: bool
+    is_multiplied: bool
     parameter_bytes: float
     gradient_bytes: float
     forward_flop: float

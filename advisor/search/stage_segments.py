@@ -97,6 +97,7 @@ def segments_of(
     parameters = np.array([unit.parameter_bytes for unit in units])
     gradients = np.array([unit.gradient_bytes for unit in units])
     is_separate = np.array([unit.is_separate for unit in units])
+    is_multiplied = np.array([unit.is_multiplied for unit in units])
     activations_sent, gradients_sent = microbatch.border_bytes
     has_copies = share != 1.0 and stack.states is None
     made = share * (stack.states is None or not stack.accumulates_in_product)
@@ -107,7 +108,7 @@ def segments_of(
         gradients=summed(gradients),
         root=summed(parameters * ~is_separate),
         saved=summed(microbatch.saved),
-        cast=summed(parameters * share * has_copies),
+        cast=summed(parameters * is_multiplied * share * has_copies),
         work=each(microbatch.work + made * gradients)[last],
         copy=each(share * parameters * is_separate)[last],
         border_activations=np.pad(activations_sent, 1),

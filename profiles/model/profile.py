@@ -304,6 +304,16 @@ class ModelProfile(Document):
             and unit.name not in (GLUE, LOSS)
         )
 
+    @cached_property
+    def reduced_at_end(self) -> frozenset[str]:
+        """Units whose gradients FSDP2 reduces, and whose parameters it releases, when the backward
+        of the whole model is over: no gradient goes back through what they take (the ids of a table
+        of embeddings), or they write to what others made."""
+        flow = self.flow
+        called = {call.unit for call in flow.calls} - {unit for unit, _ in flow.inside}
+        fed = {flow.calls[e.target].unit for e in flow.edges if flow.value(e).needs_gradient}
+        return frozenset(called - fed - {GLUE, LOSS}) | flow.changing_others
+
     def flop(self, samples: float, numerics: Numerics = Numerics.AS_BUILT) -> float:
         """Model FLOP of one forward and backward over `samples`, without recompute."""
         return sum(unit.flop(samples, numerics) for unit in self.units)

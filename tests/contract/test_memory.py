@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.apply import apply_plan
 from engines.plan import DataParallel, Plan
@@ -47,7 +47,7 @@ class Subject:
     rows: int
     hooked: bool = False
 
-    def build(self) -> TinyGPT:
+    def build(self) -> nn.Module:
         model = TinyGPT(vocabulary=self.vocabulary, width=self.width, layers=self.layers)
         for block in model.blocks if self.hooked else ():
             block.mlp[0].weight.register_hook(torch.neg)  # type: ignore[index, union-attr]
@@ -62,6 +62,24 @@ class Subject:
         return Plan.parse(f"{text} microbatch_size={self.rows}")
 
 
+class Tables(nn.Module):
+    """Several tables of embeddings, looked up by the same ids: what they take has no gradient."""
+
+    def __init__(self, *, vocabulary: int, width: int, count: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(vocabulary, width) for _ in range(count))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.stack([table(ids) for table in self.tables]).sum(0))
+        return logits
+
+
+class OfTables(Subject):
+    def build(self) -> nn.Module:
+        return Tables(vocabulary=self.vocabulary, width=self.width, count=self.layers)
+
+
 SUBJECTS = {
     # 3.5 MiB of parameters, most of them in blocks, and 9 MiB of activations.
     "blocks": Subject(vocabulary=512, width=128, layers=4, rows=16),
@@ -71,6 +89,8 @@ SUBJECTS = {
     "logits": Subject(vocabulary=3072, width=16, layers=1, rows=16),
     # A third of every block stays whole on every rank.
     "hooked": Subject(vocabulary=512, width=128, layers=4, rows=16, hooked=True),
+    # FSDP2 reduces and releases the tables when the backward is over; autocast copies the head.
+    "tables": OfTables(vocabulary=1024, width=256, layers=5, rows=4),
 }
 MIXED = " accumulation=2 precision=bf16"
 PLANS = {
@@ -103,6 +123,13 @@ PLANS = {
         "dp_replicate=2 loss_chunks=4",
         "dp_replicate=2 zero=2 loss_chunks=4" + MIXED,
         "dp_shard=2 loss_chunks=4",
+    ),
+    ("tables", 2): (
+        "dp_replicate=2 precision=bf16",
+        "dp_replicate=2 zero=1",
+        "dp_replicate=2 zero=2 accumulation=2",
+        "dp_shard=2",
+        "dp_shard=2" + MIXED,
     ),
     ("hooked", 2): ("dp_shard=2", "dp_replicate=2 zero=1 accumulation=2"),
 }
