@@ -1,4 +1,4 @@
-"""Copies that a processor's convolutions make of maps and weights, beside those that oneDNN lists."""
+"""Copies that convolutions make of maps and weights on processors, as oneDNN lists them."""
 
 from __future__ import annotations
 
