@@ -93,9 +93,9 @@ def play(
         waits: ranks are idle while they receive (see `sends_late`); else transfers overlap with
             compute.
     """
-    stages = len(times.forward_s)
+    stages, busy_s = len(times.forward_s), times.busy_s
     busy = tuple(
-        microbatches * sum(times.busy_s[stage] for stage in own)
+        microbatches * sum(busy_s[stage] for stage in own)
         for own in (stages_of(schedule, rank, ranks=ranks, stages=stages) for rank in range(ranks))
     )
     if schedule is Schedule.NAIVE:

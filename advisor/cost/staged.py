@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import overload
 
 from advisor.cost.assemble import assemble
 from advisor.cost.borders import Border, borders_of, charge_sends, received_into, retained_over
@@ -45,7 +46,7 @@ class StageLayout:
     places: tuple[tuple[int, int], ...]
     own: tuple[tuple[int, ...], ...]
     borders: tuple[Border, ...]
-    stages: tuple[StageCost, ...]
+    stages: Sequence[StageCost]
     ties: tuple[TiedParameter, ...]
     in_round: int
     rounds: int
@@ -72,6 +73,51 @@ class StageLayout:
         if self.schedule not in SPLITS_BACKWARD:
             return frozenset()
         return frozenset(range(1, len(self.stages))) - self.whole
+
+
+class _Stages(Sequence[StageCost]):
+    """Costs of the stages of a plan, each when it is asked for: a bound asks for those at both
+    ends. Equal ones are computed once, for all plans."""
+
+    def __init__(
+        self,
+        model: CostContext,
+        plan: Plan,
+        places: Sequence[tuple[int, int]],
+        borders: Sequence[Border],
+    ) -> None:
+        self._model, self._plan = model, plan
+        self._places, self._borders = places, borders
+        self._loads = model.loads(plan)
+        # Of one microbatch: independent of schedule and number of microbatches.
+        self._alike = model.stages_of(plan)
+        self._known: dict[int, StageCost] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, stage: int) -> StageCost: ...
+    @overload
+    def __getitem__(self, stage: slice) -> Sequence[StageCost]: ...
+    def __getitem__(self, stage: int | slice) -> StageCost | Sequence[StageCost]:
+        if isinstance(stage, slice):
+            return [self[number] for number in range(len(self))[stage]]
+        stage = range(len(self))[stage]
+        if stage not in self._known:
+            self._known[stage] = self._cost(stage)
+        return self._known[stage]
+
+    def _cost(self, stage: int) -> StageCost:
+        model, plan, places = self._model, self._plan, self._places[stage]
+        part = self._loads.part(*places)
+        received, sent = retained_over(model, plan, self._borders, stage, places)
+        key = (part.pieces, received, sent)
+        if key not in self._alike:
+            self._alike[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
+        alike = self._alike[key]
+        added = alike.computing.added.total * (plan.forwards - 1) / plan.forwards
+        return replace(alike, part=part, backward_s=alike.backward_s + added)
 
 
 def staged(model: CostContext, plan: Plan) -> Estimate:
@@ -157,7 +203,7 @@ def laid_out(model: CostContext, plan: Plan) -> StageLayout:
         places=tuple(pairwise(ends)),
         own=tuple(stages_of(schedule, r, ranks=plan.pp, stages=count) for r in range(plan.pp)),
         borders=tuple(borders),
-        stages=tuple(_stages(model, plan, ends, borders)),
+        stages=_Stages(model, plan, tuple(pairwise(ends)), borders),
         ties=model.stages.ties(plan, ends),
         in_round=1 if schedule is Schedule.NAIVE else plan.microbatches,
         rounds=rounds_of(plan),
@@ -243,25 +289,6 @@ def _charged(
     charge_sends(plan, layout.own[rank], layout.borders, ledger)
     _Tail.of(model, plan, layout, rank, ledger)
     return ledger, small_collectives_s(plan, model.facts.model, ledger)
-
-
-def _stages(
-    model: CostContext, plan: Plan, ends: Sequence[int], borders: Sequence[Border]
-) -> list[StageCost]:
-    """All stages; equal ones are computed once, for all plans."""
-    loads, stages = model.loads(plan), []
-    # Of one microbatch: independent of schedule and number of microbatches.
-    known = model.stages_of(plan)
-    for stage, (first, last) in enumerate(pairwise(ends)):
-        part = loads.part(first, last)
-        received, sent = retained_over(model, plan, borders, stage, (first, last))
-        key = (part.pieces, received, sent)
-        if key not in known:
-            known[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
-        alike = known[key]
-        added = alike.computing.added.total * (plan.forwards - 1) / plan.forwards
-        stages.append(replace(alike, part=part, backward_s=alike.backward_s + added))
-    return stages
 
 
 def _stage(

@@ -57,6 +57,7 @@ class StageBorders:
         self._place = {unit.name: place for place, unit in enumerate(model.units)}
         self._can_be_split: dict[tuple[int, int], bool] = {}
         self._even: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._retained: dict[tuple[int, int, HandedOn], tuple[Affine, ...]] = {}
         self._crossing: dict[tuple[int, HandedOn], tuple[Affine, Affine]] = {}
         flow = model.flow
         # Units that are called again, or that call others.
@@ -155,10 +156,13 @@ class StageBorders:
                 for place in (first, last)
             ]
             return over[0], over[1]
-        taken = self._first_taken
-        received = [key for key in flow.crossing_keys(start) if start <= taken[key] < end]
-        sent = [key for key in flow.crossing_keys(end) if key[0] >= start]
-        taken_first, made = (self._counted(keys, shares)[0] for keys in (received, sent))
+        if (first, last, shares) not in self._retained:
+            taken = self._first_taken
+            received = [key for key in flow.crossing_keys(start) if start <= taken[key] < end]
+            sent = [key for key in flow.crossing_keys(end) if key[0] >= start]
+            counted = (self._counted(keys, shares)[0] for keys in (received, sent))
+            self._retained[first, last, shares] = tuple(counted)
+        taken_first, made = self._retained[first, last, shares]
         share = self._share(numerics)
         return share * taken_first.at(samples), share * made.at(samples)
 

@@ -62,6 +62,7 @@ class Search:
         self._weighed: dict[int, Candidate] = {}
         self._failed: set[int] = set()
         self._played: dict[int, float] = {}
+        self._may_fit_with_borders: set[int] = set()
         self.usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self.usable_bytes
         self._missing = np.maximum(0.0, missing)
@@ -253,10 +254,10 @@ class Search:
             bound = bounds[shown[place]] if place < len(shown) else np.inf
             while waiting and waiting[0][0] <= min(bound, least[0] * (1 + ROUNDING)):
                 _, number, index = heappop(waiting)
+                if fits and self._cannot_fit(index):
+                    continue
                 if bounds is self.bounds.step_s and index not in self._played:
                     heappush(waiting, (self.played_s(index), number, index))
-                    continue
-                if fits and self._cannot_fit(index):
                     continue
                 candidate = self.candidate(index)
                 if candidate is not None and (candidate.fits or not fits):
@@ -268,8 +269,8 @@ class Search:
             index = int(shown[place])
             if bounds is self.bounds.step_s:
                 bound = self._with_borders_s(index)
-            elif bounds is self._missing and self._cannot_fit(index):
-                bound = max(bound, float(self._missing[index]))
+            elif bounds is self._missing:
+                bound = max(bound, self._least_missing(index))
             heappush(waiting, (bound, place, index))
         if len(left) and bounds[left[0]] * (1 - ROUNDING) <= least[0]:
             raise _TooMany
@@ -277,13 +278,21 @@ class Search:
 
     def _cannot_fit(self, index: int) -> bool:
         """Return True if a row exceeds memory with its best borders; its bound is raised."""
+        is_known = index in self._weighed or index in self._may_fit_with_borders
+        if not is_known and self._least_missing(index, enough_bytes=self.usable_bytes) == 0:
+            self._may_fit_with_borders.add(index)
+        return bool(self._missing[index] > 0)
+
+    def _least_missing(self, index: int, *, enough_bytes: float = np.inf) -> float:
+        """Raise a row's bound of the missing memory by its best borders; ranks are looked at until
+        one takes more than `enough_bytes`."""
         if index not in self._weighed:
-            least = 0.0
+            least, enough_bytes = 0.0, enough_bytes / (1 - ROUNDING)
             with skipped_on_error(self.space.plan(index), is_logged=False):
-                least = self._stages.least_peak_bytes(self.space, index)
+                least = self._stages.least_peak_bytes(self.space, index, enough_bytes=enough_bytes)
             missing = least * (1 - ROUNDING) - self.usable_bytes
             self._missing[index] = max(self._missing[index], missing)
-        return bool(self._missing[index] > 0)
+        return float(self._missing[index])
 
     def simplest(self, rows: Rows, limit_s: float) -> Candidate | None:
         """Simplest of `rows` that fits within `limit_s`; of equally simple ones the fastest."""

@@ -80,15 +80,23 @@ class StageSearch:
             return space.plan(index)
         return space.plan(index, stages=self._pinned or self._best_borders(space, index).names)
 
-    def least_peak_bytes(self, space: Space, index: int) -> float:
-        """Lower bound of the peak's upper end with the row's borders; 0 if nothing is known."""
+    def least_peak_bytes(self, space: Space, index: int, *, enough_bytes: float = np.inf) -> float:
+        """Lower bound of the peak's upper end with the row's borders; 0 if nothing is known.
+
+        Ranks are looked at until one takes more than `enough_bytes`.
+        """
         if space.pp[index] == 1 or self._pinned:
             return 0.0
         plan = self.plan(space, index)
         layout = laid_out(self._costs, plan)
         # Both ends of the pipeline, which have embeddings, logits and most microbatches.
         ends = {*range(plan.pp)[:_FROM_EACH_END], *range(plan.pp)[-_FROM_EACH_END:]}
-        return max(peak_of_rank(self._costs, plan, layout, rank).high_bytes for rank in ends)
+        most = 0.0
+        for rank in sorted(ends):
+            most = max(most, peak_of_rank(self._costs, plan, layout, rank).high_bytes)
+            if most > enough_bytes:
+                break
+        return most
 
     def least_rounds_s(self, space: Space, index: int) -> float:
         """Lower bound of a row's rounds with its borders; 0 if nothing is known.
