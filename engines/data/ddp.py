@@ -59,7 +59,7 @@ def replicate(
     )
     if dist.get_backend(group) == "fake":
         # DDP waits for a result that fake groups do not have; a hook in Python does the same.
-        runner.register_comm_hook(group, _all_reduced)
+        runner.register_comm_hook(group, all_reduced)
     _require_calls_through(runner)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.ndim > 2 and 1 in parameter.shape:
@@ -80,9 +80,10 @@ def exchanges_gradients_alone(runner: object, plan: Plan, world: World) -> bool:
     )
 
 
-def _all_reduced(
+def all_reduced(
     group: dist.ProcessGroup | None, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
+    """A communication hook that waits for nothing: the sum of a bucket, as it is now."""
     buffer = bucket.buffer()
     dist.all_reduce(buffer, group=group)
     is_cuda = buffer.device.type == "cuda"
@@ -93,7 +94,7 @@ def _all_reduced(
     return future
 
 
-_all_reduced.__annotations__.clear()  # torch would compare these strings with types
+all_reduced.__annotations__.clear()  # torch would compare these strings with types
 
 
 def _with_strides_of(strides: tuple[int, ...], gradient: Tensor) -> Tensor:

@@ -141,6 +141,8 @@ def why_not_measured(plan: Plan, world: World) -> str:
     """The reason why a rank's own time cannot be measured; empty where it can."""
     if world.size == 1:
         return "there is one rank"
+    if world.is_fake:
+        return "the other ranks do not exist"
     if plan.world_size > plan.data_degree:
         return "ranks of one replica wait for each other inside every forward"
     if plan.data_parallel.is_sharded and plan.compile:

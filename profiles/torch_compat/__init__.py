@@ -71,7 +71,10 @@ def forget_groups() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
+    from torch.distributed import _functional_collectives
     from torch.distributed.tensor import _redistribute
+
+    assert _functional_collectives  # registers operators that the next import needs
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()

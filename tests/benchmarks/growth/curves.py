@@ -214,6 +214,8 @@ def _applied(plan: str) -> Callable[[int], Piece]:
 
 
 STEPS = 50
+_OPEN: list[object] = []
+"""Worlds that live to the end of the process; one that nothing holds is left at once."""
 
 
 def _steps(plan: str, hand: str) -> Callable[[int], Piece]:
@@ -224,9 +226,9 @@ def _steps(plan: str, hand: str) -> Callable[[int], Piece]:
         from tests.contract.fake_world import fake_rank
 
         apply, batch = _prepared(plan, ranks)
-        # Both live to the end of the process: the world is left open on purpose.
         world = fake_rank(0, ranks)
         world.__enter__()
+        _OPEN.append(world)
         model, (ids, targets) = _small()
         theirs = getattr(by_hand, hand)(model, ids, targets)
         parallel = apply()

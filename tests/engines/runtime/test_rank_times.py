@@ -106,6 +106,11 @@ def test_plans_without_times_of_single_ranks_are_reported(plan: str, said: str) 
     assert bool(reason) == bool(said)
 
 
+def test_a_rank_whose_others_do_not_exist_trains_on_without_comparing_itself() -> None:
+    world = World(rank=0, size=4, device=torch.device("cpu"), timeout_s=1.0, is_fake=True)
+    assert "do not exist" in why_not_measured(Plan.parse("dp_shard=4"), world)
+
+
 def test_one_rank_has_no_imbalance() -> None:
     _, parallel = alone("gpt")
     with pytest.raises(PlanError, match="there is one rank"):
