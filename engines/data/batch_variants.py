@@ -35,7 +35,7 @@ class Change(Record):
 
     Attributes:
         number: it; None: what is no number (nan).
-        is_half: half of each value in its place, as of lengths.
+        is_half: half of each value in its place, of lengths and of weights.
     """
 
     number: int | None = None
@@ -50,20 +50,22 @@ class Change(Record):
         is_float, is_bool = tensor.is_floating_point(), tensor.dtype == torch.bool
         if tensor.is_complex():
             return None
+        if self.is_half and is_float:
+            return tensor / 2 if _is_mask(tensor) else None
         if self.is_half:
-            is_count = tensor.ndim == 1 and not is_float and not is_bool
-            return (tensor + 1) // 2 if is_count else None
+            return (tensor + 1) // 2 if tensor.ndim == 1 and not is_bool else None
         if self.number is None:
             return torch.full_like(tensor, torch.nan) if is_float else None
-        if self.number == 1 and not bool(((tensor == 0) | (tensor == 1)).all()):
-            return None  # no mask
+        if self.number == 1 and not _is_mask(tensor):
+            return None
         if self.number not in (0, 1) and (is_float or is_bool):
             return None
         return torch.full_like(tensor, self.number)
 
     def is_in(self, tensor: Tensor) -> bool:
         if self.is_half:
-            return bool((tensor != tensor[:1]).any())
+            is_float = tensor.is_floating_point()
+            return not _is_mask(tensor) if is_float else bool((tensor != tensor[:1]).any())
         return bool((tensor.isnan() if self.number is None else tensor == self.number).any())
 
 
@@ -127,6 +129,10 @@ def with_rows(batch: Batch, dims: Dims) -> dict[str, Tensor]:
         and not value.is_nested
         and value.layout is torch.strided
     }
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _places(tensor: Tensor, number: int) -> Tensor:

@@ -141,6 +141,20 @@ class MicrobatchCutter:
         """Cut as `plan` says from now on."""
         self._plan, self._cuts = plan, 0
 
+    def note_sharded(self) -> None:
+        """A loader of global batches is split over the replicas.
+
+        Raises:
+            BatchError: the model does not run on a part of the rows.
+        """
+        if self._parts.refusal and self._plan.data_degree > 1:
+            raise BatchError(
+                self._parts.refusal,
+                where=f"plan: {self._plan}",
+                hints=["let each rank's loader make batches of its own rows, without `shard`"],
+            )
+        self.is_sharded = True
+
     @rank_error_context(COUNTING)
     def cut(self, batch: Batch) -> WeightedBatch:
         """The plan's microbatches, and the weight of each mean loss.

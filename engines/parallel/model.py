@@ -352,7 +352,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         """`loader` yields global batches; the result yields this replica's rows of each.
 
         Raises:
-            BatchError: the loader says that its batches are larger than the plan's.
+            BatchError: its batches are larger than the plan's, or the model takes no part of one.
         """
         sharded = ShardedLoader(
             loader,
@@ -364,7 +364,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         )
         sharded.warn_of_shared_memory(self._profile)
         sharded.require_room(self.plan)
-        self._cutter.is_sharded = True
+        self._cutter.note_sharded()
         self._loaders.append(weakref.ref(sharded))
         return sharded
 

@@ -43,6 +43,7 @@ def batch(rows: int, *, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     lengths = 1 + (torch.arange(rows) * TOKENS // rows + seed) % TOKENS
     mask = torch.arange(TOKENS) < lengths[:, None]
     target = {"labels": labels.where(mask, -100), "mask": mask.float(), "lengths": lengths}
+    target["weights"] = torch.rand(rows, generator=made)
     return torch.randn(rows, TOKENS, WIDTH, generator=made), target
 
 
@@ -127,7 +128,8 @@ def full(rows: int, *, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     x, _ = batch(rows, seed=seed)
     labels = torch.randint(1, CLASSES, (rows, TOKENS), generator=torch.Generator().manual_seed(5))
     lengths = torch.full((rows,), TOKENS)
-    return x, {"labels": labels, "mask": torch.ones(rows, TOKENS), "lengths": lengths}
+    target = {"labels": labels, "mask": torch.ones(rows, TOKENS), "lengths": lengths}
+    return x, {**target, "weights": torch.ones(rows)}
 
 
 def over_positive_labels(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
@@ -142,6 +144,11 @@ def over_none_negative(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
         logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none"
     ).view_as(labels)
     return each[labels >= 0].sum() / (labels >= 0).sum()
+
+
+def of_weighted_rows(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    weights = target["weights"]
+    return (losses(logits, target).sum(1) * weights).sum() / weights.sum()
 
 
 def over_numbers(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
@@ -166,6 +173,7 @@ def of_two_terms(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
         over_labels,
         over_positive_labels,
         over_none_negative,
+        of_weighted_rows,
         over_numbers,
     ],
 )
@@ -198,7 +206,10 @@ def test_values_with_which_no_rule_holds_are_doubted_alone() -> None:
 
 def test_rows_that_act_on_each_other_are_said_with_both_losses() -> None:
     rule = seen(negatives_of_the_batch)
-    assert "the loss of the sample is 2.03585, the losses of 3 and 5 of 8 rows are" in rule.doubt
+    torch.manual_seed(0)
+    x, target = batch(ROWS)
+    loss = negatives_of_the_batch(Tagger()(x), target).item()
+    assert f"the loss of the sample is {loss:.6g}, the losses of 3 and 5 of 8" in rule.doubt
     assert not rule.is_sum
     assert rule.terms is None
 
@@ -385,3 +396,20 @@ def refusal(plan: str) -> str:
 def test_rows_that_cannot_be_cut_are_refused_before_the_first_step(pool: Pool) -> None:
     for text in pool.run(refusal, "dp_replicate=2", world_size=2):
         assert "does not run on 2 or 4 of 6 rows of the sample: RuntimeError: offsets[0]" in text
+
+
+def bags_by_rank() -> str:
+    """Of a sample as large as a rank's part, what a loader of global batches is told."""
+    case = Case(Bags, _bags, F.cross_entropy)
+    _, parallel = spread(case, "dp_replicate=2 microbatch_size=6", rows=6)
+    try:
+        parallel.shard([_bags(12)])
+    except BatchError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.dist
+def test_rows_that_cannot_be_cut_come_from_a_loader_of_each_rank(pool: Pool) -> None:
+    for text in pool.run(bags_by_rank, world_size=2):
+        assert "does not run on 2 or 4 of 6 rows of the sample" in text
