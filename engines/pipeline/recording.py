@@ -32,6 +32,7 @@ from profiles.torch_compat import (
     whole_call,
     without_onednn,
 )
+from profiles.torch_compat.checkpoint import checkpoints_only
 
 PART = "part of the batch or of a buffer"
 _PLAIN = int | float | str | bool | torch.dtype | torch.device | None
@@ -230,6 +231,7 @@ def _recorded(
             _WriteGuard(names_of, values).on(fake),
             ArrayReads(values, lambda _: None) if values is not None else nullcontext(),
             without_onednn(),
+            checkpoints_only(lambda: False),
             intercepted(model, names, note),
             torch.autocast("cpu", mixed, enabled=numerics is Numerics.BF16_AUTOCAST),
             _explained(batch),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +23,8 @@ class Trail:
     """A call as it goes on.
 
     Attributes:
-        taken: what its arguments are made of.
+        given: the tensors among its arguments.
+        taken: what they are made of.
         first_made: number of the first memory that it makes.
         changed: memories that were there before, which it wrote to.
         uses_parameters: its own code does, or random numbers, or what it takes depends on some.
@@ -31,6 +33,7 @@ class Trail:
     """
 
     unit: str
+    given: Sequence[Tensor]
     taken: frozenset[Source]
     first_made: int
     uses_parameters: bool = False
@@ -74,6 +77,8 @@ class FlowTrace:
         self._sources: dict[int, frozenset[Source]] = {}
         self._values: dict[int, frozenset[Source]] = {}  # those that lie in a memory
         self._parts: dict[int, dict[Source, _Region]] = {}  # where in it, as they were returned
+        # Of what calls returned of older memories: a tensor of one may be of any of them.
+        self._views: dict[int, list[tuple[weakref.ref[Tensor], Source]]] = {}
         self._left: dict[int, int] = {}  # memory that a call changed and did not return, its number
         self._finished: list[int] = []  # calls of units that are over
         self._ends: list[int] = []  # of those
@@ -90,8 +95,10 @@ class FlowTrace:
 
     def begin(self, unit: str, inputs: object) -> None:
         """An outermost call of `unit` with these inputs."""
-        taken = self._made_of(tensors_in(inputs))  # a parameter in them is one that glue uses
-        self._current, self._glue = Trail(unit, taken, self._storages.timeline.next_number), None
+        given = tensors_in(inputs)
+        taken = self._made_of(given)  # a parameter in them is one that glue uses
+        first_made = self._storages.timeline.next_number
+        self._current, self._glue = Trail(unit, given, taken, first_made), None
         self._calls.append(self._current)
         self._take(taken)
 
@@ -117,16 +124,22 @@ class FlowTrace:
             )
             memory = self._storages.memory_of(tensor)
             # What was there before and is handed through as it was, comes from where it came from:
-            # a parameter is one wherever it is used.
-            if memory is not None and (memory >= 0 or memory in call.changed):
-                returned.setdefault(memory, {})[len(call.values) - 1] = tensor
+            # a parameter is one wherever it is used, and so is an argument.
+            if memory is None or (memory < 0 and memory not in call.changed):
+                continue
+            value, is_new = len(call.values) - 1, memory >= call.first_made
+            if is_new or memory in call.changed:
+                returned.setdefault(memory, {})[value] = tensor
+            elif not _is_in(tensor, call.given):
+                self._views.setdefault(memory, []).append((weakref.ref(tensor), (number, value)))
+                self._values[memory] = self._values.get(memory, frozenset()) | {(number, value)}
         for memory, tensors in returned.items():
             self._put(memory, [(number, value) for value in tensors])
             self._parts[memory] = {(number, v): _region(t) for v, t in tensors.items()}
         self._left |= dict.fromkeys(call.changed - set(returned), number)
         self._finished.append(number)
         self._ends.append(self._storages.timeline.next_number)
-        self._current = None
+        call.given, self._current = (), None
 
     def operation(
         self,
@@ -159,7 +172,8 @@ class FlowTrace:
             memory = self._storages.memory_of(tensor)
             is_written = memory is not None and (memory >= 0 or _is_in(tensor, written))
             if memory is not None and is_written:
-                self._sources[memory] = self._sources.get(memory, frozenset()) | made_of
+                viewed = {source for _, source in self._views.pop(memory, [])}
+                self._sources[memory] = self._sources.get(memory, frozenset()) | viewed | made_of
 
     def close(self, call: Trail, outputs: Sequence[Tensor]) -> None:
         """The current call is at its end: what it made beside its outputs is its own affair."""
@@ -234,7 +248,11 @@ class FlowTrace:
             value = _value(tensor, depends_on_parameters=call.uses_parameters)
             call.values.append(value.model_copy(update={"is_returned": False}))
             self._put(memory, [(maker, len(call.values) - 1)])
-        sources = self._sources.get(memory, frozenset())
+        views = self._views.get(memory, [])
+        for view, source in views:
+            if view() is tensor:
+                return frozenset({source})
+        sources = self._sources.get(memory, frozenset()) | {source for _, source in views}
         parts = self._parts.get(memory, {})
         if len(parts) > 1 and sources == frozenset(parts):  # one of the chunks that a call returned
             start = int(tensor.storage_offset())
@@ -262,6 +280,7 @@ class FlowTrace:
         self._sources[memory] = frozenset(values)
         self._values[memory] = self._values.get(memory, frozenset()) | self._sources[memory]
         self._parts.pop(memory, None)
+        self._views.pop(memory, None)
 
     def _made_of(self, inputs: Iterable[Tensor]) -> frozenset[Source]:
         inputs = list(inputs)
@@ -273,7 +292,7 @@ class FlowTrace:
 
     def _glue_with(self, parameter: Tensor) -> Source:
         if self._glue is None:
-            self._glue = Trail(GLUE, frozenset(), self._storages.timeline.next_number)
+            self._glue = Trail(GLUE, (), frozenset(), self._storages.timeline.next_number)
             self._calls.append(self._glue)
         self._glue.values.append(_value(parameter, depends_on_parameters=True))
         self._glue.parameters.append(self._storages.parameter_name(parameter))

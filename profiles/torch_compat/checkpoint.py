@@ -7,12 +7,18 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
 from torch.utils import checkpoint as of_torch
 
 
 @contextmanager
 def checkpoints_only(where: Callable[[], bool]) -> Iterator[None]:
-    """Inside, `torch.utils.checkpoint.checkpoint` just calls its function unless `where()`."""
+    """Inside, `torch.utils.checkpoint.checkpoint` just calls its function unless `where()`.
+
+    A reentrant one runs as one that is not: inside of it a module's output has no gradient, which
+    a pipeline would not send then.
+    """
     generator = of_torch._checkpoint_without_reentrant_generator
     reentrant = of_torch.CheckpointFunction
 
@@ -22,9 +28,12 @@ def checkpoints_only(where: Callable[[], bool]) -> Iterator[None]:
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            if where():
-                return reentrant.apply(function, preserve, *args)
-            return function(*args)
+            if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+                return of_torch.checkpoint(
+                    function, *args, use_reentrant=False, preserve_rng_state=preserve
+                )
+            with torch.no_grad():  # it has no gradient, whatever it uses
+                return function(*args)
 
     with (
         mock.patch.object(of_torch, generator.__name__, without_reentrant),

@@ -176,6 +176,26 @@ class Overwriting(nn.Module):
         return out
 
 
+class HandedThrough(nn.Module):
+    """Units that return their argument itself, or a view of it, which code uses beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.same = nn.Linear(64, 16), nn.Identity()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.halves, self.third = nn.Unflatten(1, (2, 8)), nn.Linear(8, 8)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x.flatten(1))
+        x = x + torch.tanh(self.first(self.same(x)))
+        x = x + torch.tanh(self.second(self.same(x)))
+        halves = self.halves(x)
+        x = x + torch.tanh(self.third(halves)).flatten(1)
+        out: Tensor = self.head(x)
+        return out
+
+
 class TinyLSTM(nn.Module):
     """A recurrent classifier: no blocks at all."""
 
@@ -202,6 +222,17 @@ class Checkpointed(TinyGPT):
     def _both(self, x: Tensor) -> Tensor:
         out: Tensor = self.blocks[1](torch.tanh(self.blocks[0](x)) * x)
         return out
+
+
+class Reentrant(TinyGPT):
+    """Each block in a checkpoint of the older kind, where modules run without a gradient."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position[: ids.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 class Exits(TinyGPT):
@@ -279,7 +310,9 @@ WIRINGS = {
     "unet": Case(TinyUNet, _images),
     "siamese": Case(Siamese, _images),
     "overwriting": Case(Overwriting, _images),
+    "handed-through": Case(HandedThrough, _images),
     "checkpointed": Case(Checkpointed, _tokens, token_loss),
+    "reentrant": Case(Reentrant, _tokens, token_loss),
     "exits": Case(Exits, _tokens, _exits_loss),
 }
 """What is awkward about these is what crosses a cut of them."""

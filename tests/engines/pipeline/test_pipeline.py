@@ -105,6 +105,16 @@ def test_a_value_that_is_changed_in_place_crosses_as_it_was_made(pool: Pool, bor
     check(pool, "overwriting", f"pp=2 schedule=1f1b microbatches=2 stages={border}")
 
 
+@pytest.mark.parametrize("border", ["second", "halves", "third", "head"])
+def test_what_a_unit_hands_through_is_used_beside_it(pool: Pool, border: str) -> None:
+    check(pool, "handed-through", f"pp=2 schedule=1f1b microbatches=2 stages={border}")
+
+
+@pytest.mark.parametrize("border", ["blocks.1", "norm", "head"])
+def test_gradients_reach_the_modules_of_reentrant_checkpoints(pool: Pool, border: str) -> None:
+    check(pool, "reentrant", f"pp=2 schedule=1f1b microbatches=2 stages={border}")
+
+
 def test_a_model_that_returns_its_loss(pool: Pool) -> None:
     check(pool, "loss-inside", "pp=2 schedule=1f1b microbatches=2 stages=gpt.blocks.1")
 
