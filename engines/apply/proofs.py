@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engines.apply.build import Build
 from engines.context.proof import SequenceProof, prove
-from engines.data.coupled_rows import require_no_coupling
+from engines.data.coupled_rows import require_no_coupling, warn_of_state
 from engines.data.loss_parts import seen_on
 from engines.data.loss_rule import LossParts
 from engines.runtime.world import texts_of_ranks
@@ -94,6 +94,8 @@ def prove_parts(build: Build, sample: Batch | None) -> LossParts:
         is_said=training.loss_weight is not None,
         warns=world.rank == 0,
     )
+    if world.rank == 0:
+        warn_of_state(parts.state, plan)
     return parts
 
 

@@ -12,12 +12,14 @@ from engines.runtime.failures import all_ranks_succeed
 from engines.tensor.collectives import SEQUENCE
 from engines.tensor.split import split_over
 from profiles.capture.batch import Batch
+from profiles.capture.batch_rows import batch_size, split_rows
 
 
 def make_stages(build: Build, sample: Batch | None) -> None:
     """Keep this rank's stages of a pipeline; parameters of the others are freed here.
 
-    Stages that cannot run are refused on `sample`, where one is given.
+    Stages that cannot run, or microbatches of several sizes, are refused on `sample`, where one is
+    given.
     """
     if build.plan.pp == 1:
         return
@@ -38,6 +40,16 @@ def make_stages(build: Build, sample: Batch | None) -> None:
     if sample is not None:
         with all_ranks_succeed("recording the stages", timeout_s=build.world.timeout_s):
             build.pipeline.require_stages(sample)
+            build.pipeline.require_equal_pieces(_pieces(sample, build))
+
+
+def _pieces(sample: Batch, build: Build) -> list[Batch]:
+    """Microbatches of the sample with as many rows each; of one row where it has too few."""
+    dims = build.profile.batch_dims or None
+    rows = batch_size(sample, dims)
+    each = max(1, rows // build.plan.forwards)
+    count = min(build.plan.forwards, rows // each)
+    return split_rows(sample, [each] * count + [rows - each * count], dims)[:count]
 
 
 def leave_out(build: Build) -> None:

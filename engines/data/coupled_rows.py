@@ -1,4 +1,4 @@
-"""Rows of a batch that act on each other in the loss: what a plan that cuts the batch does then.
+"""Rows of a batch that act on each other: what a plan that cuts the batch does then.
 
 Replicas train on the loss of their own rows each, as under plain DDP, and it is said. Microbatches
 of the rows of one rank would change what it computes alone, so they are refused; unless
@@ -50,4 +50,17 @@ def require_no_coupling(doubt: str, plan: Plan, *, is_said: bool, warns: bool) -
             doubt,
             why,
             plan.data_degree * plan.forwards,
+        )
+
+
+def warn_of_state(state: str, plan: Plan) -> None:
+    """Warn where a forward changes what the next one computes with, and a step has several: see
+    `LossParts.state`. Of batch norms it is said by `engines.data.batch_norm`."""
+    if state and plan.forwards > 1:
+        log.warning(
+            "%s. Each of the %d microbatches of a step does so, as under plain accumulation of"
+            " gradients: a step over the whole batch does it once. microbatches=1 accumulation=1"
+            " (in a pipeline with schedule=naive) is that step",
+            state,
+            plan.forwards,
         )

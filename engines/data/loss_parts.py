@@ -24,6 +24,7 @@ from engines.data.loss_rule import (
     LossParts,
     LossWeight,
     TriedBatch,
+    is_close,
     possible_terms,
     rule_of,
 )
@@ -64,7 +65,8 @@ def seen_on(
     dims = profile.batch_dims or None
     rows = batch_size(batch, dims)
     try:
-        seen = _run(model, batch, loss_fn) or _run(model, batch, loss_fn, is_training=False)
+        seen = _run(model, batch, loss_fn, times=2)
+        seen = seen or _run(model, batch, loss_fn, is_training=False)
     except Exception as error:  # of the user's code: not on a CPU, or no loss in eval mode
         every = batch_size(sample, dims)
         if rows < every and _runs(model, sample, loss_fn):
@@ -115,18 +117,33 @@ def seen_on(
         rule = rule_of(first, list(variants), possible, of_parts=of_parts)
         if rule is None or not rule.unless:
             break
-    return rule or LossParts(doubt=first.said(of_parts))
+    rule = rule or LossParts(doubt=first.said(of_parts))
+    return rule.model_copy(update={"state": _state(seen)})
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A run: its loss, the targets that its cross-entropies took, the numbers that tensors were
-    compared with, and the mode."""
+    compared with, and the mode; `again`: the loss of the last run over the same rows, and
+    `changed`: the buffers that it changed."""
 
     loss: float
+    again: float
+    changed: tuple[str, ...]
     terms: LossTerms | None
     compared: tuple[int, ...]
     is_training: bool
+
+
+def _state(seen: _Seen) -> str:
+    """See `LossParts.state`."""
+    if is_close(seen.again, seen.loss) or not isfinite(seen.again):
+        return ""
+    names = ", ".join(f"`{name}`" for name in seen.changed[:3])
+    return (
+        f"over the same rows the loss of the sample is {seen.loss:.6g}, and {seen.again:.6g} when"
+        f" the forward runs again: it changes {names or 'a parameter or an attribute'}"
+    )
 
 
 def _cut(
@@ -175,7 +192,12 @@ def _runs(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> bool:
 
 
 def _run(
-    model: nn.Module, batch: Batch, loss_fn: LossFn | None, *, is_training: bool = True
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None,
+    *,
+    is_training: bool = True,
+    times: int = 1,
 ) -> _Seen | None:
     """The loss of copies on the CPU; None where random numbers are drawn.
 
@@ -188,11 +210,17 @@ def _run(
         _fill_zeros(model)
         given = map_batch(fakes.of, batch)
         before = _random_state()
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        losses: list[float] = []
         with LossWatch(given) as watch, ComparedNumbers() as compared:
-            output = call_model(model, given, has_target=loss_fn is not None)
-            loss = float(loss_of(output, given, loss_fn).detach())
-        drew = before != _random_state()
-        return None if drew else _Seen(loss, watch.terms, compared.numbers, is_training)
+            for _ in range(times):
+                output = call_model(model, given, has_target=loss_fn is not None)
+                losses.append(float(loss_of(output, given, loss_fn).detach()))
+        if before != _random_state():
+            return None
+        after = dict(model.named_buffers())
+        changed = tuple(n for n, old in buffers.items() if not torch.equal(old, after[n]))
+        return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, is_training)
 
 
 def _fill_zeros(model: nn.Module) -> None:

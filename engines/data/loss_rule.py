@@ -44,6 +44,7 @@ class LossParts(Record):
         unless: values in a batch for which there is no rule; the sample has none of them.
         doubt: why the parts do not make up the whole by any rule.
         refusal: why the model cannot run on a part of the rows.
+        state: words for what a forward changes that the next one computes with.
     """
 
     is_sum: bool = False
@@ -51,6 +52,7 @@ class LossParts(Record):
     unless: tuple[Unless, ...] = ()
     doubt: str = ""
     refusal: str = ""
+    state: str = ""
 
     def doubt_of(self, batch: Batch) -> str:
         """Say why the parts of this batch make up the whole by no rule; "" if they do."""

@@ -106,7 +106,10 @@ class Pipeline:
                 raise BatchError(
                     "microbatches differ in their shapes, a pipeline needs equal ones",
                     where=f"{shapes[0]}\n{other}\nplan: {self._plan}",
-                    hints=["pad the samples of a batch to one size, or set pp=1"],
+                    hints=[
+                        "pad the samples of a batch to one size",
+                        "or set schedule=naive, which runs one at a time, or pp=1",
+                    ],
                 )
 
     def forward_backward(

@@ -84,6 +84,28 @@ def test_every_kind_of_batch_trains_as_in_one_process(pool: Pool, plan: str) -> 
         assert all(isinstance(d, float) and d < 1e-5 for d in differences.values()), differences
 
 
+def _applied() -> str:
+    kind = KINDS["images in a list"]
+    try:
+        auto_parallelize(
+            kind.build(),
+            sample=kind.batch(8),
+            loss_fn=kind.loss_fn,
+            plan="pp=2 schedule=1f1b microbatches=2",
+            cluster=cpu_ranks(2),
+            learns=False,
+        )
+    except AdvisorError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.dist
+def test_stages_are_refused_before_a_step_where_samples_differ_in_size(pool: Pool) -> None:
+    for text in pool.run(_applied, world_size=2):
+        assert "microbatches differ in their shapes" in text
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "plan", [*TWICE, "pp=2 schedule=1f1b microbatches=4", "pp=2 schedule=naive"]

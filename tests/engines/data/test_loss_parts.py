@@ -260,6 +260,20 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_what_a_forward_changes_for_the_next_one_is_seen() -> None:
+    """`Counting` multiplies by the number of its calls."""
+    torch.manual_seed(0)
+    model, sample = Counting(), batch(ROWS)
+    profile = capture(model, sample, loss_fn=over_a_mask)
+    x, target = sample
+    logits = Tagger.forward(model, x)
+    first, second = (over_a_mask(logits * n, target).item() for n in (1, 2))
+    state = seen_on(model, sample, over_a_mask, profile=profile, said=None).state
+    assert f"the loss of the sample is {first:.6g}, and {second:.6g} when" in state
+    assert "it changes `seen`" in state
+    assert not seen(over_a_mask).state
+
+
 class Bags(nn.Module):
     """Values of all rows in one tensor, and where each row begins."""
 
@@ -317,15 +331,15 @@ def test_replicas_train_like_one_process_on_uneven_parts(
         assert max(errors) < 1e-5
 
 
-def warnings_of(plan: str) -> list[str]:
-    """Warnings on this rank where the plan is applied to a loss with negatives."""
+def warnings_of(plan: str, build: type[nn.Module], loss_fn: Loss) -> list[str]:
+    """Warnings on this rank where the plan is applied."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("engines.data.coupled_rows")
     logger.addHandler(handler)
     try:
-        spread(Case(Tagger, batch, negatives_of_the_batch), plan, rows=ROWS)  # type: ignore[arg-type]
+        spread(Case(build, batch, loss_fn), plan, rows=ROWS)  # type: ignore[arg-type]
     finally:
         logger.removeHandler(handler)
     return records
@@ -333,10 +347,20 @@ def warnings_of(plan: str) -> list[str]:
 
 @pytest.mark.dist
 def test_a_loss_that_no_cut_makes_up_is_warned_of_where_batches_are_cut(pool: Pool) -> None:
-    first, second = pool.run(warnings_of, "dp_replicate=2", world_size=2)
+    given = "dp_replicate=2", Tagger, negatives_of_the_batch
+    first, second = pool.run(warnings_of, *given, world_size=2)
     assert len(first) == 1
     assert "trains on the loss of its own rows" in first[0]
     assert not second
+
+
+@pytest.mark.dist
+def test_state_that_each_microbatch_moves_is_warned_of(pool: Pool) -> None:
+    given = Counting, over_a_mask
+    first, _ = pool.run(warnings_of, "dp_replicate=2 accumulation=2", *given, world_size=2)
+    assert len(first) == 1
+    assert "Each of the 2 microbatches of a step does so" in first[0]
+    assert pool.run(warnings_of, "dp_replicate=2", *given, world_size=2) == [[], []]
 
 
 def coupled(plan: str, **options: Any) -> str:
