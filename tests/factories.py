@@ -263,15 +263,15 @@ def facts(
     )
 
 
-def small_llama() -> ModelProfile:
-    """Four blocks of a width of 1,024 in closed form, as a config.json gives them."""
+def small_llama(*, layers: int = 4) -> ModelProfile:
+    """Blocks of a width of 1,024 in closed form, as a config.json gives them."""
     return profile_from_config(
         {
             "model_type": "llama",
             "vocab_size": 4000,
             "hidden_size": 1024,
             "intermediate_size": 2816,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": layers,
             "num_attention_heads": 16,
             "max_position_embeddings": 4096,
         },

@@ -20,11 +20,15 @@ from profiles.units import (
     format_seconds,
 )
 
+MOST_LINES = 500
+"""Of a table. `rich` lays out three thousand in a second, and nobody reads them."""
+
 
 def model_table(profile: ModelProfile) -> RenderableType:
     """Table of parameters, FLOP and saved activations of one sample; equal units share a line.
 
-    Notes below explain what is not a module of the model.
+    Notes below explain what is not a module of the model. Of more than `MOST_LINES` lines the rest
+    is counted.
     """
     table = Table(box=None, pad_edge=False, show_footer=True)
     table.add_column("unit", "all", overflow="fold")
@@ -36,8 +40,8 @@ def model_table(profile: ModelProfile) -> RenderableType:
     }
     for name, total in numbers.items():
         table.add_column(name, total, justify="right", no_wrap=True)
-    for _, run in groupby(profile.units, key=_signature):
-        units = list(run)
+    runs = [list(run) for _, run in groupby(profile.units, key=_signature)]
+    for units in runs[:MOST_LINES]:
         table.add_row(
             Text(units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"),
             Text(units[0].kind if len(units) == 1 else f"{len(units)} x {units[0].kind}"),
@@ -45,13 +49,19 @@ def model_table(profile: ModelProfile) -> RenderableType:
             format_count(sum(_flop(unit) for unit in units)),
             format_gib(sum(_activation_bytes(unit) for unit in units)),
         )
-    notes = [Text(note) for note in _notes(profile)]
-    times = [part for times in profile.times for part in (Text(), *_times(profile, times))]
+    notes = [*_more(len(runs) - MOST_LINES, "lines"), *map(Text, _notes(profile))]
+    most = MOST_LINES // max(1, len(profile.times))
+    times = [part for times in profile.times for part in (Text(), *_times(profile, times, most))]
     return Group(Text(_headline(profile)), Text(), table, Text(), *notes, *times)
 
 
-def _times(profile: ModelProfile, times: BlockTimes) -> Iterator[RenderableType]:
-    """Measurements: medians, 80 % intervals, and achieved FLOP/s."""
+def _more(count: int, what: str) -> list[Text]:
+    """Say that `count` things are left out, if there are any."""
+    return [Text(f"{count:,} more {what}: `--json` has all of them")] if count > 0 else []
+
+
+def _times(profile: ModelProfile, times: BlockTimes, most: int) -> Iterator[RenderableType]:
+    """Measurements: medians, 80 % intervals, and achieved FLOP/s, in at most `most` lines."""
     threads = f", {times.threads} thread{'s' if times.threads > 1 else ''}"
     yield Text(
         f"measured on {times.device} ({times.processor}{threads}), {times.numerics},"
@@ -62,8 +72,11 @@ def _times(profile: ModelProfile, times: BlockTimes) -> Iterator[RenderableType]
     for name in ("forward", "backward", "reached"):
         table.add_column(name, justify="right")
     timed = [unit for unit in profile.units if unit.name in times.units]
-    for timing, run in groupby(timed, key=lambda unit: times.units[unit.name]):
-        units = list(run)
+    runs = [
+        (timing, list(run))
+        for timing, run in groupby(timed, key=lambda unit: times.units[unit.name])
+    ]
+    for timing, units in runs[:most]:
         table.add_row(
             Text(units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"),
             _spread(timing.forward),
@@ -71,8 +84,10 @@ def _times(profile: ModelProfile, times: BlockTimes) -> Iterator[RenderableType]
             format_flop_rate(timing.flop_per_s) if timing.flop_per_s else "",
         )
     yield table
-    for name, reason in times.left_out.items():
+    yield from _more(len(runs) - most, "lines")
+    for name, reason in list(times.left_out.items())[:most]:
         yield Text(f"{name} is not timed: {reason}")
+    yield from _more(len(times.left_out) - most, "units are not timed")
 
 
 def _spread(timing: Timing) -> str:

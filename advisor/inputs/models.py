@@ -82,9 +82,10 @@ def profile_model(
             `load_model`.
     """
     path = _json_path(text)
-    if path is not None and "units" in json_file(path):
+    content = json_file(path) if path is not None else {}
+    if path is not None and "units" in content:
         try:
-            profile = ModelProfile.load(path)
+            profile = ModelProfile.from_object(content, where=str(path))
         except InputError as error:
             error.hints = (*error.hints, f"profile again: `advise profile MODEL -o {path}`")
             raise

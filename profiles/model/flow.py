@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, model_validator
 
 from profiles.errors import InputError
 from profiles.model.affine import Affine
@@ -96,6 +96,17 @@ class Flow(Record):
     edges: tuple[Edge, ...] = ()
     inside: tuple[tuple[str, str], ...] = ()
     written: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _require_ends(self) -> Self:
+        values = [len(call.values) for call in self.calls]
+        for edge in self.edges:
+            if max(edge.source, edge.target) >= len(values) or edge.value >= values[edge.source]:
+                raise InputError(
+                    f"value {edge.value} of call {edge.source} is taken by call {edge.target}, and"
+                    f" there are {len(values)} calls and no such value"
+                )
+        return self
 
     def value(self, edge: Edge) -> Value:
         return self.calls[edge.source].values[edge.value]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
+from profiles.errors import InputError
 from profiles.model.affine import Affine as Affine
 from profiles.model.crossings import DeviceCrossing
 from profiles.model.flow import GLUE as GLUE
@@ -21,7 +23,7 @@ from profiles.model.source import BACKWARD, CaptureSource, ValueRead
 from profiles.model.times import BlockTimes
 from profiles.model.work import AttentionCall, Fusible, Product
 from profiles.record import Document, Record
-from profiles.record.bounds import Batch, Tokens
+from profiles.record.bounds import MOST_UNITS, Batch, Tokens
 
 # A unit smaller than this share of the largest one is not sharded on its own: its gather would cost
 # a full latency and free next to nothing. It stays with the root group.
@@ -29,6 +31,9 @@ SMALLEST_SHARD_FRACTION = 1 / 64
 # Beside blocks that come and go, other units count for less: what they would free is there only as
 # long as the root group is. A quarter of a block is a choice, not a measurement.
 SMALLEST_BESIDE_BLOCKS = 1 / 4
+
+MOST_TIMES = 100
+"""Devices, numerics and microbatches that one profile was timed for."""
 
 
 class Numerics(StrEnum):
@@ -195,7 +200,7 @@ class ModelProfile(Document):
     """
 
     name: str
-    units: tuple[UnitProfile, ...]
+    units: tuple[UnitProfile, ...] = Field(max_length=MOST_UNITS)
     dtype: str
     samples: Batch
     tokens_per_sample: Tokens | None = None
@@ -208,7 +213,7 @@ class ModelProfile(Document):
     has_loss: bool = False
     loss_terms: LossTerms | None = None
     logits_read_by: str = ""
-    times: tuple[BlockTimes, ...] = ()
+    times: tuple[BlockTimes, ...] = Field((), max_length=MOST_TIMES)
     is_proportional: bool = False
     flow: Flow = Flow()
     experts_per_token: PositiveInt | None = None
@@ -219,6 +224,23 @@ class ModelProfile(Document):
     stack: str = ""
     source: CaptureSource = CaptureSource.FAKE
     reads: tuple[ValueRead, ...] = ()
+
+    def to_json(self) -> str:
+        """The same bytes for the same value; without defaults, which are two thirds of it."""
+        data = self.model_dump(mode="json", exclude_defaults=True)
+        data = {"schema_version": self.schema_version, **data}
+        return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+    @model_validator(mode="after")
+    def _require_costs(self) -> Self:
+        kinds = self.units[0].costs.keys() if self.units else ()
+        for unit in self.units:
+            if Numerics.AS_BUILT not in unit.costs or unit.costs.keys() != kinds:
+                raise InputError(
+                    f"unit `{unit.name}` wants `costs` of `{Numerics.AS_BUILT}`, and of the same"
+                    " numerics as every unit"
+                )
+        return self
 
     @cached_property
     def parameters(self) -> int:
@@ -290,7 +312,7 @@ class ModelProfile(Document):
     @cached_property
     def separate_units(self) -> tuple[UnitProfile, ...]:
         """See `shard_units`."""
-        if self.may_skip_units:
+        if self.may_skip_units or not self.units:
             return ()
         smallest = self.largest_unit.parameter_bytes * SMALLEST_SHARD_FRACTION
         block = max((unit.parameter_bytes for unit in self.blocks()), default=0)

@@ -19,6 +19,8 @@ MOST_PER_NODE = 1024
 """Devices of one node, and its network cards: the largest have 16."""
 MOST_LAYERS = 20_000
 """The deepest network that was trained has 10,000 (arXiv:1806.05393)."""
+MOST_UNITS = 2 * MOST_LAYERS
+"""Of a profile: an encoder and a decoder."""
 MOST_EXPERTS = 65_536
 """Of a layer: Switch-C has 2,048 (arXiv:2101.03961)."""
 MOST_MICROBATCHES = 100_000

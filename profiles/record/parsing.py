@@ -14,6 +14,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NoReturn
 
 from profiles.errors import FileError, a_type
@@ -30,7 +31,9 @@ class Limits:
     """The most that a text may hold; the defaults are beyond all that people write or save.
 
     Attributes:
-        values: numbers, texts and containers together, roughly 100 bytes of memory each.
+        values: numbers, texts and containers together, roughly 100 bytes of memory each. As many
+            records as they make are built within a second; a profile of 450 layers has them.
+        keys: of one object. Indexes of the largest models have 100,000.
         depth: containers inside one another.
         digits: of one number as written. A profile's largest has 30.
         magnitude: of a number. The largest there is, the FLOP of a training, have 27 digits; beyond
@@ -39,7 +42,8 @@ class Limits:
         has_controls: texts may hold control characters: they are data, never shown.
     """
 
-    values: int = 1_000_000
+    values: int = 500_000
+    keys: int = 200_000
     depth: int = 64
     digits: int = 100
     magnitude: float = 1e30
@@ -55,6 +59,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 # A newline and a tab are text; an escape character would drive the terminal that shows it.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+_NUMBERS = {int, float}  # not bool, which is an int of its own type
 _TOML_TOKEN = re.compile(
     r'"""[^"\\]*+(?:(?:\\.|"(?!""))[^"\\]*+)*+(?:"{3,5})?'
     r"|'''[^']*+(?:'(?!'')[^']*+)*+(?:'{3,5})?"
@@ -100,16 +105,11 @@ def json_value(text: str, *, where: str | None = None, limits: Limits = DEFAULT)
     if count > limits.values:
         raise FileError(f"{count:,} values, {limits.values:,} are allowed", where=where)
     _require_shallow(_BRACKET.findall(bare), limits.depth, where)
+    _require_short(bare, limits.digits, where)
     del bare
-    hooks = _Hooks(limits, where)
+    hooks = _Hooks(limits.keys, where)
     try:
-        data = json.loads(
-            text,
-            parse_int=hooks.integer,
-            parse_float=hooks.real,
-            parse_constant=hooks.constant,
-            object_pairs_hook=hooks.pairs,
-        )
+        data = json.loads(text, parse_constant=hooks.constant, object_pairs_hook=hooks.pairs)
     except json.JSONDecodeError as error:
         place = f"{where or 'text'}, line {error.lineno}, column {error.colno}"
         raise FileError(f"not JSON: {error.msg}", where=place) from None
@@ -121,34 +121,23 @@ def json_value(text: str, *, where: str | None = None, limits: Limits = DEFAULT)
 class _Hooks:
     """Callbacks of the JSON parser, which takes more than it should."""
 
-    limits: Limits
+    most_keys: int
     where: str | None
-
-    def integer(self, digits: str) -> int:
-        self._require_short(digits)
-        return int(digits)
-
-    def real(self, digits: str) -> float:
-        self._require_short(digits)
-        return float(digits)
 
     def constant(self, name: str) -> NoReturn:
         raise FileError(f"`{name}` is not JSON: a finite number is wanted", where=self.where)
 
     def pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(pairs) > self.most_keys:
+            raise FileError(
+                f"{len(pairs):,} keys in one object, {self.most_keys:,} are allowed",
+                where=self.where,
+            )
         data = dict(pairs)
         if len(data) < len(pairs):
             twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
             raise FileError(f"`{twice[:80]}` is given twice in one object", where=self.where)
         return data
-
-    def _require_short(self, digits: str) -> None:
-        most = self.limits.digits
-        if len(digits) > most:
-            raise FileError(
-                f"`{digits[:20]}...` has {len(digits):,} digits, {most} are allowed",
-                where=self.where,
-            )
 
 
 def toml_table(text: str, *, where: str | None = None) -> dict[str, Any]:
@@ -196,36 +185,56 @@ def _require_shallow(brackets: Iterable[str], most: int, where: str | None) -> N
             depth -= 1
 
 
+def _require_short(bare: str, most: int, where: str | None) -> None:
+    """Refuse numbers of more than `most` digits, in JSON without its strings."""
+    # Tried where a number begins alone: elsewhere each of its digits would begin another try.
+    if match := re.search(rf"(?<![-+.0-9eE])[-+.0-9eE]{{{most + 1},}}+", bare):
+        digits = match[0]
+        raise FileError(
+            f"`{digits[:20]}...` has {len(digits):,} digits, {most} are allowed", where=where
+        )
+
+
 def _require_plain(data: Any, where: str | None, limits: Limits) -> None:
-    """Refuse texts and numbers that are too long or not what they seem."""
-    rest = [data]
-    while rest:
-        match rest.pop():
-            case str() as value:
-                if len(value) > limits.characters:
-                    raise FileError(
-                        f"{value[:20]!r}... has {len(value):,} characters,"
-                        f" {limits.characters:,} are allowed",
-                        where=where,
-                    )
-                if not value.isprintable():
-                    _require_text(value, where, limits)
-            case dict() as value:
-                rest += value
-                rest += value.values()
-            case list() as value:
-                rest += value
-            case float() as value if not math.isfinite(value):
-                raise FileError(f"a number is {value}: a finite one is wanted", where=where)
-            case int() | float() as value if abs(value) > limits.magnitude:
-                raise FileError(
-                    f"a number is {str(value)[:20]}...: {limits.magnitude:g} is the most",
-                    where=where,
-                )
+    """Refuse texts and numbers that are too long or not what they seem.
+
+    Level by level and kind by kind: all that are allowed are looked at in a tenth of a second.
+    """
+    level, most = [data], limits.magnitude
+    while level:
+        kinds = set(map(type, level))
+        if str in kinds:
+            _require_texts([value for value in level if type(value) is str], where, limits)
+        if kinds & _NUMBERS:
+            numbers = (value for value in level if type(value) in _NUMBERS)
+            wrong = [value for value in numbers if not math.inf > abs(value) <= most]
+            if wrong:
+                is_large = abs(wrong[0]) < math.inf
+                said = f"{str(wrong[0])[:20]}...: {most:g} is the most"
+                said = said if is_large else f"{wrong[0]}: a finite one is wanted"
+                raise FileError(f"a number is {said}", where=where)
+        dicts = [value for value in level if type(value) is dict] if dict in kinds else []
+        lists = [value for value in level if type(value) is list] if list in kinds else []
+        _require_texts([key for each in dicts for key in each], where, limits)
+        values = (each.values() for each in dicts)
+        level = list(chain.from_iterable(chain(lists, values)))
 
 
-def _require_text(value: str, where: str | None, limits: Limits) -> None:
-    if _SURROGATE.search(value):
-        raise FileError(f"{value[:40]!r} has half a character", where=where)
-    if not limits.has_controls and _CONTROL.search(value):
-        raise FileError(f"{value[:40]!r} has a control character", where=where)
+def _require_texts(texts: list[str], where: str | None, limits: Limits) -> None:
+    longest = max(texts, key=len, default="")
+    if len(longest) > limits.characters:
+        raise FileError(
+            f"{longest[:20]!r}... has {len(longest):,} characters,"
+            f" {limits.characters:,} are allowed",
+            where=where,
+        )
+    combined = "".join(texts)
+    if combined.isprintable():
+        return
+    refused = {_SURROGATE: "half a character"}
+    if not limits.has_controls:
+        refused[_CONTROL] = "a control character"
+    for pattern, what in refused.items():
+        if pattern.search(combined):
+            text = next(text for text in texts if pattern.search(text))
+            raise FileError(f"{text[:40]!r} has {what}", where=where)

@@ -11,8 +11,8 @@ from profiles.errors import FileError
 from profiles.units import MIB
 
 MOST_BYTES = 32 * MIB
-"""Of a file that is read whole. The largest that people have, profiles of a thousand layers and
-indexes of 100,000 tensors, take half of it."""
+"""Of a file that is read whole. The largest that people have, profiles of 450 layers and indexes of
+100,000 tensors, take half of it at most."""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",

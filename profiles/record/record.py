@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import core_schema
 
 from profiles.errors import FileError, InputError, UnknownNameError
 from profiles.record.parsing import json_object
@@ -19,10 +22,44 @@ MOST_MISTAKES = 1000
 _MOST_SHOWN = 80
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Around making many objects that stay: a search for garbage in them takes as long again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _fail_fast(schema: Any) -> None:
+    """Set it for the collections of a record; records in them are schemas of their own."""
+    if isinstance(schema, list):
+        for part in schema:
+            _fail_fast(part)
+    elif isinstance(schema, dict):
+        if schema.get("type") in ("dict", "list", "tuple"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+
+
 class Record(BaseModel):
     """A frozen value: comparable, hashable where its parts are, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Stop at the first mistake in a collection: descriptions of all would take longer to make
+        than the file to read, and only one of them is shown."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """As pydantic's, without the cached properties, which follow from the old fields."""
@@ -76,7 +113,8 @@ class Document(Record):
                 where=where,
                 hints=["write the file again with this release"],
             )
-        return cls.build(data, where=where)
+        with _without_collections():
+            return cls.build(data, where=where)
 
     def save(self, path: str | os.PathLike[str], *, is_private: bool = False) -> None:
         """Write the JSON file; an interrupted or refused write leaves the old file as it was.

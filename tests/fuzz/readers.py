@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -205,9 +206,15 @@ def _profile(path: Path) -> None:
 
 
 def _saved_profile(path: Path) -> None:
+    from rich.console import Console
+
+    from advisor.cli.model_table import model_table
     from advisor.inputs.models import profile_model
 
-    profile_model(str(path), samples=1, sequence_length=None).shard_units()
+    profile = profile_model(str(path), samples=1, sequence_length=None)
+    profile.shard_units()
+    Console(file=io.StringIO()).print(model_table(profile))
+    profile.flow.mermaid()
 
 
 def _plan(path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from profiles.errors import FileError
+from profiles.errors import FileError, InputError
 from profiles.machine.clusters import load_cluster
+from profiles.model.profile import ModelProfile
 from profiles.record import (
     Document,
     Limits,
@@ -23,6 +28,7 @@ from profiles.record import (
     read_text,
     toml_table,
 )
+from tests.factories import small_llama
 
 DEEP = 100_000  # a hundred times Python's recursion limit
 
@@ -61,6 +67,10 @@ def test_a_file_without_an_end_takes_no_more_memory_than_the_limit(tmp_path: Pat
         json_file(tmp_path / "sparse")
 
 
+def object_of(keys: int, first: int = 0) -> str:
+    return "{" + ",".join(f'"k{number}":{number}' for number in range(first, first + keys)) + "}"
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -78,7 +88,8 @@ def test_a_file_without_an_end_takes_no_more_memory_than_the_limit(tmp_path: Pat
         ('["\\ud800"]', "half a character"),
         ('["\\u001b[2J"]', "control character"),
         ('["' + "x" * (2**20 + 1) + '"]', "1,048,577 characters, 1,048,576 are allowed"),
-        ("[" + "1," * 1_000_001 + "1]", "1,000,002 values, 1,000,000 are allowed"),
+        ("[" + "1," * 500_001 + "1]", "500,002 values, 500,000 are allowed"),
+        (object_of(200_001), "200,001 keys in one object, 200,000 are allowed"),
         ('"' + "\\" * DEEP, "not JSON"),
         ('"\\' * DEEP, "not JSON"),
         ("\ufeff{}", "not JSON"),
@@ -93,6 +104,28 @@ def test_json_beyond_the_limits_is_refused_within_a_second(text: str, complaint:
     assert "given.json" in str(caught.value)
     assert len(str(caught.value)) < 300
     assert time.perf_counter() - start < 1
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: ",".join(object_of(160_000, first) for first in range(0, 480_000, 160_000)),
+        lambda: ",".join('"\\u0041\\n"' for _ in range(499_000)),
+        lambda: ",".join('{"a":1,"b":"x"}' for _ in range(166_000)),
+        lambda: ",".join("[" * 62 + "]" * 62 for _ in range(7_900)),
+        lambda: ",".join("1.5e10" for _ in range(499_000)),
+    ],
+    ids=["keys", "escapes", "small objects", "nesting", "floats"],
+)
+def test_the_largest_json_that_is_allowed_is_read_within_a_second(
+    value: Callable[[], str],
+) -> None:
+    text = f'{{"a":[{value()}]}}'
+    start = time.process_time()
+    read = json_value(text)
+    assert time.process_time() - start < 1
+    assert read == json.loads(text)
 
 
 def test_brackets_inside_texts_are_not_nesting() -> None:
@@ -156,8 +189,44 @@ def test_dots_and_brackets_in_comments_and_texts_of_toml_do_not_count() -> None:
 
 
 def test_a_document_of_wrong_values_alone_is_refused_without_a_list_of_them() -> None:
-    with pytest.raises(FileError.__base__, match="300,000 of its values cannot be used"):
-        Numbers.from_object({"numbers": ["x"] * 300_000}, where="given.json")
+    for wrong in (["x"] * 300_000, {"x": 1}):
+        with pytest.raises(InputError) as caught:
+            Numbers.from_object({"numbers": wrong}, where="given.json")
+        assert len(str(caught.value)) < 300
+    with pytest.raises(InputError, match="150,000 of its values cannot be used"):
+        Numbers.from_object({str(number): 1 for number in range(150_000)})
+    # A description of each of so many mistakes would take 150 MB.
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"`numbers\.0` = 'x'"):
+        Numbers.from_object({"numbers": ["x"] * 300_000})
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 20e6
+
+
+def test_a_profile_of_450_layers_in_all_numerics_is_saved_and_read(tmp_path: Path) -> None:
+    profile = small_llama(layers=450)
+    profile.save(tmp_path / "model.json")
+    assert ModelProfile.load(tmp_path / "model.json") == profile
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda data: data["units"][1]["costs"].clear(), "wants `costs` of `as_built`"),
+        (lambda data: data["units"][1]["costs"].pop("bf16"), "the same numerics as every unit"),
+        (lambda data: data["flow"]["edges"][0].update(target=99), "taken by call 99"),
+        (lambda data: data["flow"]["edges"][0].update(value=9), "value 9 of call 0"),
+        (lambda data: data.update(units=data["units"][:1] * 40_001), "at most 40000 items"),
+    ],
+)
+def test_a_profile_that_contradicts_itself_is_refused(
+    change: Callable[[dict[str, Any]], object], complaint: str
+) -> None:
+    data = json.loads(small_llama(layers=2).to_json())
+    change(data)
+    with pytest.raises(InputError, match=complaint):
+        ModelProfile.from_object(data)
 
 
 def test_a_long_value_is_shown_in_part() -> None:

@@ -20,6 +20,7 @@ MOST_BYTES = GIB
 """Of a manifest: a million chunks, as 1000 ranks have of 1000 tensors, take an eighth of it."""
 LIMITS = Limits(
     values=2**26,
+    keys=2**26,
     depth=200,
     digits=4300,
     magnitude=math.inf,

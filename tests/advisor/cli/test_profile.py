@@ -40,6 +40,17 @@ class TestProfile:
         assert lines[-4].split() == ["layers.0", "...", "layers.2", "3", "x", "Linear", *numbers]
         assert lines[-3].split() == ["all", *numbers]
 
+    def test_of_a_thousand_different_units_the_rest_is_counted(self, tmp_path: Path) -> None:
+        unit = self.PROFILE.units[0]
+        units = [unit.model_copy(update={"parameters": n}) for n in range(1, 1001)]
+        path = tmp_path / "model.json"
+        self.PROFILE.model_copy(update={"units": tuple(units)}).save(path)
+        lines = advise("profile", str(path)).stdout.splitlines()
+        assert sum("layers.0" in line for line in lines) == 500
+        assert "500 more lines: `--json` has all of them" in lines
+        total = next(line for line in lines if line.startswith("all"))
+        assert total.split()[1:3] == ["500", "k"]  # 1 + 2 + ... + 1000
+
     def test_explains_units_that_are_no_modules(self, saved: str, tmp_path: Path) -> None:
         assert "(glue)" not in advise("profile", saved).stdout
         first, *rest = self.PROFILE.units

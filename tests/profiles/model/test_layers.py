@@ -131,7 +131,7 @@ def test_profiles_of_earlier_releases_have_no_layers_and_are_read(profile: Model
     data = json.loads(profile.to_json())
     for unit in data["units"]:
         for cost in unit["costs"].values():
-            del cost["layers"]
+            cost.pop("layers", None)
     read = ModelProfile.from_json(json.dumps(data))
     assert all(cost.layers == () for unit in read.units for cost in unit.costs.values())
     assert UnitCost().layers == ()
