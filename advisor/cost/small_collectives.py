@@ -14,10 +14,11 @@ from profiles.machine.cluster import Collective
 from profiles.model.profile import ModelProfile
 from profiles.workload.stack import TORCH, Stack
 
-# The ranks count with three fp64 numbers (terms of the loss, rows, failed ranks), one more for each
-# round of a pipeline, and two more for every replica of several ranks, all in one message
-# (engines/data/microbatches.py); a loss is one fp32 number, and the tp axis's common seed an int64.
-COUNT_BYTES, ROUND_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 24, 8, 16, 4, 8
+# The ranks count with four fp64 numbers (terms of the loss, rows, failed ranks, ranks that train),
+# one more for each round of a pipeline, and two more for every replica of several ranks, all in one
+# message (engines/data/microbatches.py); a loss is one fp32 number, and the common seed of the tp
+# axis an int64.
+COUNT_BYTES, ROUND_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 32, 8, 16, 4, 8
 
 
 def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
@@ -24,6 +25,8 @@ from torch.utils.data import (
 
 from engines.data.prefetch import CopiesAhead
 from engines.plan import Plan
+from engines.runtime.activity import activity
+from engines.runtime.data_place import DataPlace
 from engines.runtime.preflight import shared_memory, shm_free_bytes
 from engines.runtime.random_states import random_states, restore_random_states
 from engines.runtime.rank_agreement import Topic
@@ -34,6 +37,9 @@ from profiles.errors import BatchError, InputError, a_type
 from profiles.model.profile import ModelProfile
 
 log = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+"""Of loaders: ranks make theirs in the same order."""
 
 
 def split_rows_evenly(rows: int, replicas: int) -> list[int]:
@@ -84,6 +90,7 @@ class ShardedLoader:
                 hints=["give a DataLoader, or anything that yields global batches"],
             )
         self.replica, self.replicas = replica, replicas
+        self._number, self._passes = next(_numbers), 0
         self._dims = dims or None
         self._copies = copies
         self.epoch = 0
@@ -165,6 +172,8 @@ class ShardedLoader:
             if self._generator is not None and resumed.generator is not None:
                 self._generator.set_state(resumed.generator)
         self.epoch = self._pass.epoch + 1
+        self._passes += 1
+        self._note_place()
         batches = self._batches(self._pass)
         if resumed is not None and not self._is_stateful:
             # Its randomness is that of the pass's start; the training's goes on as it was loaded.
@@ -177,8 +186,16 @@ class ShardedLoader:
             batches = self._copies.ahead(batches)
         for batch in batches:
             self._pass.batches += 1
+            self._note_place()
             yield batch
+        self._note_place()  # another loader may have been read meanwhile
+        activity.end_pass()
         self._pass = _Pass(epoch=self.epoch)
+
+    def _note_place(self) -> None:
+        activity.data = DataPlace(
+            loader=self._number, passes=self._passes, batches=self._pass.batches
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data: of the next batch of this pass, for a resumed training."""

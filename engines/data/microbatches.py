@@ -22,6 +22,7 @@ from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import (
     World,
     rank_error_context,
+    say_holders,
     start_sum_over_ranks,
     sum_over_ranks,
     texts_of_ranks,
@@ -29,7 +30,7 @@ from engines.runtime.world import (
 from profiles.capture.batch import Batch
 from profiles.capture.batch_rows import batch_size, split_rows
 from profiles.capture.batch_tree import batch_tensors, describe, map_batch
-from profiles.errors import BatchError
+from profiles.errors import BatchError, RankMismatchError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import tensors_in
 
@@ -156,7 +157,7 @@ class MicrobatchCutter:
         self.is_sharded = True
 
     @rank_error_context(COUNTING)
-    def cut(self, batch: Batch) -> WeightedBatch:
+    def cut(self, batch: Batch, *, is_training: bool = True) -> WeightedBatch:
         """The plan's microbatches, and the weight of each mean loss.
 
         Gradients and losses are averaged over replicas, so a microbatch of n samples in a global
@@ -164,10 +165,14 @@ class MicrobatchCutter:
         whatever it got, because collectives must match: one without rows takes a spare row with
         weight 0. Those of a pipeline are alike: rows that are left over make further rounds.
 
+        Args:
+            is_training: of a step; else of an evaluation.
+
         Raises:
             BatchError: more rows than the microbatches hold, some that cannot be used, or others
                 than another rank of the same replica has; on every rank, if it is so on one.
-        RankMismatchError: the first batches of ranks differ in structure.
+            RankMismatchError: the first batches of ranks differ in structure; or some ranks train
+                and others evaluate.
         """
         prints = [0.0] * (2 * self._plan.data_degree if self._is_shared else 0)
         rounds = [0.0] * (self._plan.forwards // self._plan.in_flight if self._plan.pp > 1 else 0)
@@ -175,7 +180,7 @@ class MicrobatchCutter:
             cut = self._cut(batch)
         except BatchError:
             # The others learn of it before they wait for this rank.
-            sum_over_ranks([0.0, 0.0, 1.0, *rounds, *prints], self._world)
+            sum_over_ranks([0.0, 0.0, 1.0, float(is_training), *rounds, *prints], self._world)
             raise
         own_rounds = (len(cut.sizes) - self._plan.forwards) // self._plan.in_flight
         rounds[:own_rounds] = [1.0] * own_rounds
@@ -183,9 +188,9 @@ class MicrobatchCutter:
         if self._is_shared:
             own = float(_fingerprint(batch))
             prints[2 * self._replica : 2 * self._replica + 2] = own, own**2
-        counted = [self.counted, cut.rows, 0.0, *rounds, *prints]
+        counted = [self.counted, cut.rows, 0.0, float(is_training), *rounds, *prints]
         sums = start_sum_over_ranks(counted, self._world)
-        weigh = partial(self._weigh, batch, cut, sums, len(rounds), own_rounds)
+        weigh = partial(self._weigh, batch, cut, sums, len(rounds), own_rounds, is_training)
         microbatches = WeightedBatch(cut.pieces, weigh)
         self._cuts += 1
         if not self._overlaps or self._cuts <= FIRST_CUTS:
@@ -200,9 +205,9 @@ class MicrobatchCutter:
         wait: Callable[[], list[float]],
         of_rounds: int,
         own_rounds: int,
+        is_training: bool,
     ) -> tuple[list[Batch], Tensor]:
-        sums = wait()
-        total, rows, failed = sums[:3]
+        total, rows, failed, training, *sums = wait()
         if failed:
             raise BatchError(
                 f"{failed:.0f} of {self._world.size} ranks could not use their part of the batch",
@@ -210,7 +215,8 @@ class MicrobatchCutter:
                 hints=["the output of the other ranks says why"],
             )
         if not self._world.is_fake:  # whose others send nothing
-            self._require_same(sums[3 + of_rounds :])
+            self._require_same_call(training, is_training=is_training)
+            self._require_same(sums[of_rounds:])
         if not self._is_compared:
             self._is_compared = True
             topics = [batch_topic(batch, self._profile.batch_dims), length_topic(self.iterated())]
@@ -223,7 +229,7 @@ class MicrobatchCutter:
         scale = replicas / (total * of_replicas) if total else 0.0
         if self._parts.is_sum:
             scale = float(replicas)
-        most = sum(1 for each in sums[3 : 3 + of_rounds] if each)
+        most = sum(1 for each in sums[:of_rounds] if each)
         if most:
             self._require_no_batch_norms(f"{self.total:.0f} rows leave microbatches without a row")
         spare = [
@@ -232,6 +238,17 @@ class MicrobatchCutter:
         counts = [*cut.counts, *(0.0 for _ in spare)]
         weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
         return spare, weights.float()
+
+    def _require_same_call(self, training: float, *, is_training: bool) -> None:
+        """Require that all ranks train, or none: rows of an evaluation would count in a step."""
+        if training not in (0, self._world.size):
+            own = "called `train_step`" if is_training else "called `eval_step`"
+            called = texts_of_ranks("calls", own, self._world)
+            raise RankMismatchError(
+                f"ranks train and evaluate at once: {say_holders(dict(enumerate(called)))}",
+                where=f"rank {self._world.rank}, plan: {self._plan}",
+                hints=["as after loaders of different lengths: give every rank as many batches"],
+            )
 
     @property
     def _is_shared(self) -> bool:

@@ -337,7 +337,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         if self._exchange.serves:
             return self._exchange.average(total, 0.0)
         self._follow_first_replica()
-        microbatches = self._cutter.cut(batch)
+        microbatches = self._cutter.cut(batch, is_training=False)
         weights, pieces = microbatches.weights, microbatches.pieces
         with self._rng.shared():
             if self._pipeline is not None:

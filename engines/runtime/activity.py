@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 from pydantic import Field
 
+from engines.runtime.data_place import DataPlace, publish_end
 from profiles.record import Record, json_object
 from profiles.torch_compat import every_group, messages_of, recorded_messages
 
@@ -33,7 +34,9 @@ class Activity(Record):
         messages: by group, those that it began: collectives, sends and receives.
         has_uneven_groups: there are groups besides, whose ranks rightly differ in their messages.
         collective: the last one, as torch names it; empty if torch does not say it.
-        stack: of the thread that trains, innermost frame last; empty while it goes on.
+        data: the batch that it took last; None after the end of a pass.
+        stack: of the thread that trains, innermost frame last; empty outside of steps while it
+            goes on.
     """
 
     step: int | None = None
@@ -43,6 +46,7 @@ class Activity(Record):
     messages: dict[str, int] = Field(default_factory=dict)
     has_uneven_groups: bool = False
     collective: str = ""
+    data: DataPlace | None = None
     stack: tuple[str, ...] = ()
 
     @property
@@ -67,6 +71,8 @@ class ActivityLog:
         self._thread = threading.get_ident()
         self._uneven: Collection[dist.ProcessGroup] = ()
         self._seen: object = None
+        self._last: int | None = None
+        self.data: DataPlace | None = None
         self._since = time.monotonic()
 
     @contextmanager
@@ -81,7 +87,7 @@ class ActivityLog:
         """
         self._thread, self._bound_s, self._uneven = threading.get_ident(), bound_s, uneven
         self._since = time.monotonic()
-        self._step = number
+        self._step = self._last = number
         try:
             yield
         finally:
@@ -95,6 +101,12 @@ class ActivityLog:
             yield
         finally:
             self._doing = before
+
+    def end_pass(self) -> None:
+        """Note that the loader has no batch left, and tell it to the other ranks."""
+        place, self.data = self.data, None
+        if place is not None:
+            publish_end(place, step=self._last)
 
     def wait_anew(self) -> None:
         """Count the time in one place from now on."""
@@ -119,7 +131,8 @@ class ActivityLog:
             messages={name: n for name, (group, n) in counts.items() if group not in uneven},
             has_uneven_groups=bool(uneven),
             collective=_last_collective() if stands and step is not None else "",
-            stack=tuple(_stack_of(self._thread)) if stands else (),
+            data=self.data,
+            stack=tuple(_stack_of(self._thread)) if step is not None or stands else (),
         )
 
 

@@ -25,6 +25,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from engines.runtime.activity import Activity, activity, late_ranks
+from engines.runtime.data_place import DataPlace, earlier_end
 from engines.runtime.failures import (
     ENDED,
     LEFT,
@@ -47,6 +48,8 @@ SILENT_S = 45.0
 """Much longer than a thread waits for Python's lock, or a loaded machine for a core."""
 LOOK_EVERY_S = 10.0
 """Between two looks at the ranks of a step that stands still."""
+ENDED_AFTER_S = 5.0
+"""In a step that a rank without data does not come to."""
 LAST_WORDS_S = 5.0
 """For other ranks to end too, where this process runs the store that they ask."""
 _WAITING = "advisor/waiting"
@@ -107,6 +110,7 @@ class Heartbeat:
                 own = activity.now()
                 self._store.set(alive_key(self._rank), f"{beats} {own.model_dump_json()}")
                 self._look(own)
+                self._look_for_an_end(own)
                 latest = seen
                 if self._store.check([alive_key(self._next)]):
                     latest = self._store.get(alive_key(self._next)).decode()
@@ -117,8 +121,9 @@ class Heartbeat:
             if latest != seen or not seen:  # not seen: the next rank does not beat yet
                 seen, since = latest, now
             elif seen not in (LEFT, ENDED) and now - since > SILENT_S:
-                place = f"; it was {known}" if (known := _activity_of(seen)) else ""
-                publish_failure(f"{problem} (for {SILENT_S:.0f} s){place}", self._store)
+                own = activity.now()
+                waits = f"rank {self._rank} is {own}{_last_seen(_activity_of(seen))}"
+                publish_failure(f"{problem} (for {SILENT_S:.0f} s); {waits}", self._store)
                 close_all_connections()
                 return
             if first_failure(self._store):
@@ -150,6 +155,19 @@ class Heartbeat:
             self._named = named
             log.warning("%s", text)
 
+    def _look_for_an_end(self, own: Activity) -> None:
+        """Say that this rank waits for one without data: it is in no step and begins no pass."""
+        if own.step is None or own.data is None or own.stood_s < ENDED_AFTER_S:
+            return
+        end = earlier_end(own.data, self._store)
+        if end is None:
+            return
+        other = _activity_of(self._store.get(alive_key(end.rank)).decode())
+        if other is not None and (other.step is not None or _is_further(other, own.data)):
+            return
+        waits = f"rank {self._rank} waits {own}, for {format_seconds(own.stood_s)}"
+        publish_failure(f"{end}; {waits}", self._store)
+
     def _activities(self) -> Iterator[tuple[int, Activity]]:
         for rank in range(self._size):
             if self._store.check([alive_key(rank)]):
@@ -158,10 +176,25 @@ class Heartbeat:
                     yield rank, known
 
 
+def _is_further(other: Activity, own: DataPlace) -> bool:
+    """True if a rank has begun another pass, and no exchange in it such as an evaluation."""
+    place = other.data
+    if place is None or (place.loader == own.loader and place.passes == own.passes):
+        return False
+    return place.loader == own.loader or not other.doing
+
+
 def _activity_of(beat: str) -> Activity | None:
     """The activity in a beat; None in the first one and in last words."""
     _, _, text = beat.partition(" ")
     return Activity.build(json_object(text)) if text else None
+
+
+def _last_seen(known: Activity | None) -> str:
+    """Say where a rank was when it gave its last sign of life, up to a beat before it stopped."""
+    if known is None:
+        return ""
+    return "\n".join((f"; it was last seen {known}", *(f"  {line}" for line in known.stack)))
 
 
 def _lateness(ranks: dict[int, Activity], late: list[int], waiting: list[int]) -> str:

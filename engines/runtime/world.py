@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from engines.plan import Plan
 from engines.runtime.activity import activity
+from engines.runtime.data_place import earlier_end
 from engines.runtime.failures import first_failure, has_store, roll_call, wait_for_key, why_absent
 from engines.runtime.failures import is_lost_contact as is_lost_contact
 from engines.runtime.failures import name_ranks as name_ranks
@@ -106,7 +107,7 @@ def rank_error_context(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_contact(error):
             raise
-        failure = first_failure() or _missing()
+        failure = first_failure() or str(earlier_end(activity.data) or "") or _missing()
         raise RankError(
             f"lost contact with another rank while {doing}{failure and f': {failure}'}",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from engines.runtime import heartbeat
 from engines.runtime.activity import activity
 from engines.runtime.failures import has_store
-from engines.runtime.world import join_world, rank_error_context, require_same
-from profiles.errors import RankError
+from engines.runtime.world import World, rank_error_context, require_same
+from tests.engines.runtime import fault_jobs
+from tests.engines.runtime.fault_jobs import TIMEOUT_S, ends
 from tests.nightly import nightly
-from tests.workers import IMPORTED
 
 
 def stop() -> None:
@@ -46,14 +41,9 @@ def raises() -> None:
 def saves() -> None:
     """In place of the step that the others are in, as after a shorter loader."""
     activity._step = None
-    world = join_world(timeout_s=500)
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), TIMEOUT_S)
     with rank_error_context("saving"):
         require_same("checkpoint folder", "x x", world)
-
-
-def ends() -> None:
-    heartbeat._end_with_process()
-    os._exit(0)
 
 
 OF_RANK_1: dict[str, Callable[[], None]] = {
@@ -68,56 +58,26 @@ OF_RANK_1: dict[str, Callable[[], None]] = {
 }
 
 
-def job(rank: int, ranks: int, port: int, mode: str, answer: Connection) -> None:
-    """A rank, of a process that is forked after torch was imported."""
-    names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in names.items()}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    heartbeat.EVERY_S, heartbeat.SILENT_S, heartbeat.LOOK_EVERY_S = 0.1, 1.5, 0.2
-    world = join_world(timeout_s=500)
-    heartbeat.start_heartbeat()
+def job(mode: str) -> str:
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), TIMEOUT_S)
     dist.all_reduce(torch.ones(1))
-    try:
-        with activity.in_step(5, bound_s=1.0 if mode in ("loops", "saves") else 500):
-            if rank == 1:
-                OF_RANK_1[mode]()
-            if mode in ("store", "raises", "ends"):
-                require_same("thing", "one one", world)
-            else:
-                with rank_error_context("adding"):
-                    dist.all_reduce(torch.ones(1))
-        if mode == "last" and rank == 2:
-            time.sleep(1)  # the others end meanwhile, rank 0 with the store among them
-        answer.send("done" if has_store() else "the store is gone")
-    except RankError as error:
-        answer.send(error.what)
-    ends()
+    with activity.in_step(5, bound_s=1.0 if mode in ("loops", "saves") else TIMEOUT_S):
+        if world.rank == 1:
+            OF_RANK_1[mode]()
+        if mode in ("store", "raises", "ends"):
+            require_same("thing", "one one", world)
+        else:
+            with rank_error_context("adding"):
+                dist.all_reduce(torch.ones(1))
+    if mode == "last" and world.rank == 2:
+        time.sleep(1)  # the others end meanwhile, rank 0 with the store among them
+    return "done" if has_store() else "the store is gone"
 
 
-def answers(mode: str, ranks: int = 3) -> list[str]:
-    """Answers of all ranks but the stopped one, long before their groups' timeout."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
-    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-    jobs = [
-        context.Process(target=job, args=(rank, ranks, port, mode, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    try:
-        for each in jobs:
-            each.start()
-        waited = [rank for rank in range(ranks) if rank != 1 or mode in ("late", "last")]
-        assert all(pipes[rank][0].poll(100) for rank in waited)
-        return [pipes[rank][0].recv() for rank in waited]
-    finally:
-        for each in jobs:
-            each.kill()
-            each.join(10)
-        for pipe in itertools.chain(*pipes):
-            pipe.close()
+def answers(mode: str) -> list[str]:
+    """Of all ranks but the one that fails."""
+    without = () if mode in ("late", "last") else (1,)
+    return fault_jobs.answers(job, mode, ranks=3, without=without)
 
 
 @pytest.mark.dist
