@@ -27,6 +27,13 @@ def topics_of(build: Build) -> list[Topic]:
     loss_fn = build.training.loss_fn
     return [
         Topic("version", _versions(), "install the same versions on every node"),
+        # Sums differ in their rounding alone, as between any two kinds of nodes.
+        Topic(
+            "threads",
+            {"of torch": [str(torch.get_num_threads())]},
+            "all ranks wait for the one that computes with the fewest: set OMP_NUM_THREADS alike",
+            is_needed=False,
+        ),
         Topic(
             "parameter",
             _parameters(build.model),

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engines.runtime.world import World, say_holders, texts_of_ranks
 from profiles.errors import RankMismatchError
+
+log = logging.getLogger(__name__)
 
 Facts = Mapping[str, Sequence[str]]
 """Items in their order, each with its aspects: {"`head.weight`": ("(61, 32)", "float32")}."""
@@ -28,12 +31,14 @@ class Topic:
         facts: of this rank.
         hint: the smallest change that makes ranks alike.
         part: ranks with another part of the model are not compared, say other stages.
+        is_needed: a difference is an error; else it is warned of.
     """
 
     noun: str
     facts: Facts
     hint: str
     part: str = ""
+    is_needed: bool = True
 
     @property
     def digest(self) -> str:
@@ -57,17 +62,17 @@ def require_agreement(topics: Sequence[Topic], world: World) -> None:
     own = json.dumps({topic.noun: [topic.part, topic.digest] for topic in topics})
     digests = [json.loads(text) for text in texts_of_ranks("ranks' digests", own, world)]
     differing = [topic for topic in topics if _differs([of[topic.noun] for of in digests])]
-    if not differing:
-        return
-    first = differing[0]
-    texts = texts_of_ranks(f"ranks' {first.noun}", first.text, world)
-    parts = [of[first.noun][0] for of in digests]
-    also = [topic.noun for topic in differing[1:]]
-    raise RankMismatchError(
-        _first_difference(first.noun, [json.loads(text) for text in texts], parts),
-        where=f"they disagree on this too: {', '.join(also)}" if also else None,
-        hints=[first.hint],
-    )
+    needed = [topic for topic in differing if topic.is_needed]
+    for topic in [*needed[:1], *(topic for topic in differing if not topic.is_needed)]:
+        texts = texts_of_ranks(f"ranks' {topic.noun}", topic.text, world)
+        parts = [of[topic.noun][0] for of in digests]
+        what = _first_difference(topic.noun, [json.loads(text) for text in texts], parts)
+        if topic.is_needed:
+            also = [other.noun for other in differing if other is not topic]
+            where = f"they disagree on this too: {', '.join(also)}" if also else None
+            raise RankMismatchError(what, where=where, hints=[topic.hint])
+        if world.rank == 0:
+            log.warning("%s; %s", what, topic.hint)
 
 
 def _differs(digests: Sequence[Sequence[str]]) -> bool:

@@ -197,14 +197,14 @@ def test_with_more_recompute_statistics_and_dropout_are_those_of_one_attempt() -
         return model
 
     after = []
-    for extra_mib in (500, 75):
+    for limit_mib in (NO_LIMIT_MIB, 75):  # 96 are taken, 48 with recompute
         _, parallel = spread(Case(build, hungry_batch, F.cross_entropy), f"microbatch_size={ROWS}")
         parallel.next_plan = recomputed
         torch.manual_seed(3)
-        with memory_limit(extra_mib):
+        with TensorLimit(limit_mib):
             parallel.train_step(hungry_batch(ROWS))
         after.append(parallel.state_dict())
-        assert parallel.plan.recompute == ("none" if extra_mib == 500 else "full")
+        assert parallel.plan.recompute == ("none" if limit_mib == NO_LIMIT_MIB else "full")
     for name, value in after[0].items():
         assert relative(after[1][name], value) < 1e-6, name
 

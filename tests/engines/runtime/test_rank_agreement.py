@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -266,6 +267,33 @@ def _another_torch() -> str:
 def test_versions_of_the_software_are_compared(pool: Pool) -> None:
     wanted = "version of torch: ranks 0-1 have 2.0.0, ranks 2-3 have 2.1.0"
     assert pool.run(_another_torch, world_size=4) == [wanted] * 4
+
+
+def _other_threads() -> tuple[list[str], float]:
+    """Warnings of each rank, and the loss of a step, where rank 1 has two threads."""
+    before, said = torch.get_num_threads(), []
+    logger = logging.getLogger("engines.runtime.rank_agreement")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        torch.set_num_threads(1 + dist.get_rank())
+        case, _, parallel = parallelize("gpt", "dp_replicate=2")
+        loss = parallel.train_step(local_rows(parallel, case.batch(8), 8))
+    finally:
+        torch.set_num_threads(before)
+        logger.removeHandler(handler)
+    return said, loss.item()
+
+
+@pytest.mark.dist
+def test_other_numbers_of_threads_are_warned_of_and_trained_with(pool: Pool) -> None:
+    (said, loss), other = pool.run(_other_threads, world_size=2)
+    assert said == [
+        "threads of torch: rank 0 has 1, rank 1 has 2; all ranks wait for the one that computes"
+        " with the fewest: set OMP_NUM_THREADS alike"
+    ]
+    assert other == ([], loss)
 
 
 def test_values_of_buffers_that_rank_0_can_send_may_differ_others_may_not() -> None:
