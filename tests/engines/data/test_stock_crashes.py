@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.engines.cases import Case
+from engines.tensor.proposal import propose_styles
+from profiles.errors import PlanError
+from tests.engines.cases import Block, Case, profile_of
 from tests.engines.hungry import hungry_batch
 from tests.engines.parity import gradient_error, local_rows, reference_loss, spread
 from tests.workers import Pool
@@ -202,4 +208,98 @@ def test_blocks_that_write_to_their_input_or_share_a_matrix_train_sharded(
 ) -> None:
     for stock, error in pool.run(_sharded, build, world_size=2):
         assert said in stock
+        assert error < 1e-5
+
+
+class HalfFrozen(nn.Module):
+    """Adapters in a layer that is frozen itself, as LoRA has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.adapter = nn.Linear(16, 5), nn.Linear(16, 5, bias=False)
+        self.layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) + self.adapter(x)
+        return out
+
+
+def _half_frozen() -> tuple[str, float, bool]:
+    """The error of FSDP1, our gradients' largest, and True if the frozen layer has none."""
+    case, stock = Case(HalfFrozen, hungry_batch, F.cross_entropy), ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        try:
+            FullyShardedDataParallel(HalfFrozen(), device_id=torch.device("cpu"))
+        except ValueError as error:
+            stock = str(error)
+    reference, parallel = spread(case, "dp_shard=2")
+    batch = hungry_batch(8)
+    parallel.forward_backward(local_rows(parallel, batch, 8))
+    reference_loss(reference, case, batch).backward()
+    is_frozen = "layer.weight" not in parallel.full_gradients()
+    return stock, gradient_error(parallel, reference), is_frozen
+
+
+@pytest.mark.dist
+def test_frozen_and_trained_parameters_of_a_sharded_unit_train(pool: Pool) -> None:
+    for stock, error, is_frozen in pool.run(_half_frozen, world_size=2):
+        assert "Must flatten tensors with uniform `requires_grad`" in stock
+        assert error < 1e-5
+        assert is_frozen
+
+
+class ThreeHeads(nn.Module):
+    """Attention of three heads, which two ranks cannot share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(24, 3) for _ in range(2))
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x[:, -1])
+        return out
+
+
+def _sequences(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    inputs = torch.randn(rows, 6, 24, generator=generator)
+    return inputs, torch.randint(5, (rows,), generator=generator)
+
+
+def _three_heads() -> tuple[str, str, str, float]:
+    """The error of DTensor's styles, ours, what our own proposal leaves whole, and its gradients'
+    largest difference."""
+    case, batch = Case(ThreeHeads, _sequences, F.cross_entropy), _sequences(4)
+    plain, stock, refused = ThreeHeads(), "", ""
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        for block in plain.blocks:
+            parallelize_module(block, mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
+        plain(batch[0])
+    except RuntimeError as error:
+        stock = str(error)
+    try:
+        spread(case, "tp=2 tensor_styles=blocks.*.qkv:column,blocks.*.out:row")
+    except PlanError as error:
+        refused = str(error)
+    model = ThreeHeads()
+    proposal = propose_styles(model, batch[0], size=2, profile=profile_of(case, model, 4))
+    styles = ",".join(f"{name}:{style}" for name, style in proposal.styles)
+    reference, parallel = spread(case, f"tp=2 tensor_styles={styles}")
+    parallel.forward_backward(batch)
+    reference_loss(reference, case, batch).backward()
+    return stock, refused, styles, gradient_error(parallel, reference)
+
+
+@pytest.mark.dist
+def test_heads_that_do_not_divide_stay_whole_and_train(pool: Pool) -> None:
+    for stock, refused, styles, error in pool.run(_three_heads, world_size=2):
+        assert "is invalid for input of size" in stock
+        assert "`blocks.0` split over 2 ranks is not what it is whole" in refused
+        assert "hint: let `propose_styles` find a split that is proved" in refused
+        assert "blocks.*.mlp.0:column,blocks.*.mlp.2:row,blocks.*.qkv:gather" in styles
         assert error < 1e-5
