@@ -21,6 +21,8 @@ from profiles.units import MIB
 # 6.8 us each in the long run, medians of samples of a millisecond told 2.1 us, of these 6.2 us.
 SAMPLE_S = 0.04
 FEWEST_SAMPLES = 3
+# Of all timings, one after the other: as often as each figure is measured.
+ROUNDS = 3
 # Edges of the products beside the large one: from what is all overhead to nearly as good.
 CPU_EDGES, GPU_EDGES = (64, 128, 256, 512), (512, 1024, 2048, 4096)
 # Beside a GPU: more than any cache, and little to lock into memory for every rank of a node.
@@ -140,26 +142,32 @@ def _half(device: Device) -> torch.dtype:
 def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     """The device as the slowest rank sees it while all work.
 
-    The range holds the ranks' medians and the 10th to 90th percentile within each rank. A GPU keeps
-    its printed peaks, for utilisation is quoted against them, and gets the share that was reached;
-    elsewhere the measured rate is the peak, and its share 1.
+    Every figure is measured in `ROUNDS` rounds, and its range holds them. The samples within a
+    round differ by more where ranks share cores; a step, which is as long as many of them, does
+    not. A GPU keeps its printed peaks, for utilisation is quoted against them, and gets the share
+    that was reached; elsewhere the measured rate is the peak, and its share 1.
     """
     here, large = job.device, large_edge(job.device)
     half = _half(device)
     dtypes = [torch.float32, half]
     edges = GPU_EDGES if here.type == "cuda" else CPU_EDGES
     usual = half if here.type == "cuda" else torch.float32
-    share_s = budget_s / (len(dtypes) + len(edges) + 2 + (here.type == "cuda"))
+    count = len(dtypes) + len(edges) + 2 + (here.type == "cuda")
+    share_s = budget_s / count / ROUNDS
+
+    def medians_of_round() -> list[float]:
+        timings = [matmul_timing(here, dtype, large, seconds=share_s) for dtype in dtypes]
+        timings += [copy_timing(here, seconds=share_s), launch_timing(here, seconds=share_s)]
+        timings += [matmul_timing(here, usual, edge, seconds=share_s) for edge in edges]
+        if here.type == "cuda":  # last, so that the places of the others stay
+            timings.append(host_copy_timing(here, seconds=share_s))
+        return job.slowest([timing.median_s for timing in timings])
+
     job.barrier()
-    timings = [matmul_timing(here, dtype, large, seconds=share_s) for dtype in dtypes]
-    timings += [copy_timing(here, seconds=share_s), launch_timing(here, seconds=share_s)]
-    timings += [matmul_timing(here, usual, edge, seconds=share_s) for edge in edges]
-    if here.type == "cuda":  # last, so that the places of the others stay
-        timings.append(host_copy_timing(here, seconds=share_s))
-    medians = job.slowest([timing.median_s for timing in timings])
-    slow = job.slowest([timing.high_s for timing in timings])
-    fast = job.fastest([timing.low_s for timing in timings])
-    errors = [(high - low) / (high + low) for high, low in zip(slow, fast, strict=True)]
+    rounds = [medians_of_round() for _ in range(ROUNDS)]
+    figures = [Timing.of(figure) for figure in zip(*rounds, strict=True)]
+    medians = [figure.median_s for figure in figures]
+    errors = [figure.relative_error for figure in figures]
 
     flop = 2 * large**3
     rates = {

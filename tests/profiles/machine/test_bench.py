@@ -28,13 +28,14 @@ from profiles.machine.bench import (
 from profiles.machine.bench import device as device_bench
 from profiles.machine.bench.axes import MOST_GROUPS, BenchAxis, mesh_axes
 from profiles.machine.bench.cache import keep, recall
+from profiles.machine.bench.job import joined
 from profiles.machine.bench.small_step import KERNELS, SmallModel, small_input, small_step
 from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.machine.launcher import Launcher
 from profiles.machine.link_fit import fit
 from profiles.machine.probe import probe
 from profiles.model.profile import Numerics
-from profiles.provenance import Source
+from profiles.provenance import Source, Timing
 from profiles.units import KIB, MIB
 from tests.workers import Pool, RankFailure
 
@@ -167,6 +168,31 @@ def test_rates_are_those_of_an_independent_count() -> None:
         times.append(time.perf_counter() - begin)
     by_hand = 2 * 64 * MIB / min(times)
     assert 0.2 * by_hand < copy_rate(torch.device("cpu")) < 1.5 * by_hand
+
+
+def test_a_range_holds_the_medians_of_rounds_and_not_what_is_within_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Samples of ranks that share cores differ by half; a step takes many of them."""
+    launches = iter((1.0, 1.2, 1.1))
+
+    def timing(*_: object, seconds: float) -> Timing:
+        return Timing(median_s=1.0, low_s=0.5, high_s=1.5, repeats=9)
+
+    def launching(*_: object, seconds: float) -> Timing:
+        median_s = next(launches) * KERNELS
+        return Timing(median_s=median_s, low_s=0.5 * KERNELS, high_s=9.0 * KERNELS, repeats=9)
+
+    for name in ("matmul_timing", "copy_timing"):
+        monkeypatch.setattr(device_bench, name, timing)
+    monkeypatch.setattr(device_bench, "launch_timing", launching)
+    with joined(patience_s=5.0) as job:
+        timed = device_bench.timed_device(job, probe().device, budget_s=1.0)
+    assert timed.launch_s.value == pytest.approx(1.1)
+    assert timed.launch_s.low == pytest.approx(1.0)
+    assert timed.launch_s.high == pytest.approx(1.2)
+    assert timed.memory_bandwidth_bytes_per_s.relative_error == 0
+    assert timed.flop_per_s["float32"].relative_error == 0
 
 
 def test_a_launch_is_timed_over_the_kernels_that_a_profile_counts() -> None:
