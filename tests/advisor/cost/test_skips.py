@@ -1,4 +1,4 @@
-"""What a pipeline stage retains of values that skip units, counted by hand on a U-Net."""
+"""Values that skip units, as a stage of a pipeline retains them: counted by hand on a U-Net."""
 
 from __future__ import annotations
 
