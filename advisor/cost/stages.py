@@ -57,8 +57,8 @@ class StageBorders:
         self._place = {unit.name: place for place, unit in enumerate(model.units)}
         self._can_be_split: dict[tuple[int, int], bool] = {}
         self._even: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._retained: dict[tuple[int, int, HandedOn], tuple[Affine, ...]] = {}
-        self._crossing: dict[tuple[int, HandedOn], tuple[Affine, Affine]] = {}
+        self._retained: dict[tuple[int, int, HandedOn, Numerics], tuple[Affine, Affine]] = {}
+        self._crossing: dict[tuple[int, HandedOn, Numerics], tuple[Affine, Affine]] = {}
         flow = model.flow
         # Units that are called again, or that call others.
         self._callers = {*flow.called_again(), *(caller for _, caller in flow.inside)}
@@ -112,9 +112,6 @@ class StageBorders:
         """Bytes of one microbatch across the border before unit `place`: activations, and
         gradients.
 
-        Recorded in the dtype the model is built in; FSDP computes in bf16, autocast leaves sums in
-        fp32.
-
         Args:
             shares: units that hand on a rank's share of the tokens.
         """
@@ -124,11 +121,11 @@ class StageBorders:
             before = model.units[place - 1]
             sent = before.cost(numerics).output_bytes.at(samples) * shares.of(before.name)
             return sent, sent
-        if (place, shares) not in self._crossing:
-            self._crossing[place, shares] = self._counted(model.flow.crossing_keys(start), shares)
-        share = self._share(numerics)
-        activations, gradients = self._crossing[place, shares]
-        return share * activations.at(samples), share * gradients.at(samples)
+        if (place, shares, numerics) not in self._crossing:
+            keys = model.flow.crossing_keys(start)
+            self._crossing[place, shares, numerics] = self._counted(keys, numerics, shares)
+        activations, gradients = self._crossing[place, shares, numerics]
+        return activations.at(samples), gradients.at(samples)
 
     def retained(
         self,
@@ -156,15 +153,17 @@ class StageBorders:
                 for place in (first, last)
             ]
             return over[0], over[1]
-        if (first, last, shares) not in self._retained:
+        known = first, last, shares, numerics
+        if known not in self._retained:
             taken = self._first_taken
             received = [key for key in flow.crossing_keys(start) if start <= taken[key] < end]
             sent = [key for key in flow.crossing_keys(end) if key[0] >= start]
-            counted = (self._counted(keys, shares)[0] for keys in (received, sent))
-            self._retained[first, last, shares] = tuple(counted)
-        taken_first, made = self._retained[first, last, shares]
-        share = self._share(numerics)
-        return share * taken_first.at(samples), share * made.at(samples)
+            self._retained[known] = (
+                self._counted(received, numerics, shares)[0],
+                self._counted(sent, numerics, shares)[0],
+            )
+        taken_first, made = self._retained[known]
+        return taken_first.at(samples), made.at(samples)
 
     @cached_property
     def _first_taken(self) -> dict[tuple[int, int], int]:
@@ -175,17 +174,27 @@ class StageBorders:
             taken[key] = min(edge.target, taken.get(key, edge.target))
         return taken
 
-    def _share(self, numerics: Numerics) -> float:
-        """Bytes that cross a border per byte of the model as built."""
-        return 1 / 2 if numerics is Numerics.BF16 and self._model.dtype == "float32" else 1.0
+    def _share(self, unit: str, numerics: Numerics) -> float:
+        """Bytes that a unit hands on per byte of the model as built: autocast leaves those of its
+        sums in fp32, and those of its products in bf16."""
+        model = self._model
+        if numerics is not Numerics.BF16_AUTOCAST or unit not in self._place:
+            is_cast = numerics is Numerics.BF16 and model.dtype == "float32"
+            return 1 / 2 if is_cast else 1.0
+        costs = model.units[self._place[unit]].costs
+        built = costs[Numerics.AS_BUILT].output_bytes.at(1) if Numerics.AS_BUILT in costs else 0.0
+        return costs[numerics].output_bytes.at(1) / built if built else 1.0
 
-    def _counted(self, keys: Iterable[tuple[int, int]], shares: HandedOn) -> tuple[Affine, Affine]:
+    def _counted(
+        self, keys: Iterable[tuple[int, int]], numerics: Numerics, shares: HandedOn
+    ) -> tuple[Affine, Affine]:
         """Sums of values: all, and those with a gradient."""
         flow = self._model.flow
         activations, gradients = Affine(), Affine()
         for call, number in keys:
             value, unit = flow.calls[call].values[number], flow.calls[call].unit
             nbytes = value.bytes * (shares.of(unit) if number == hidden_value(flow, call) else 1.0)
+            nbytes *= self._share(unit, numerics)
             activations += nbytes
             gradients += nbytes if value.needs_gradient else Affine()
         return activations, gradients

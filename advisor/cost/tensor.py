@@ -1,8 +1,7 @@
-"""Tensor parallelism: a unit's load on one rank, and its collectives.
+"""Tensor parallelism: a unit's load on one rank, and its collectives, those of `engines.tensor`.
 
-The collectives are those of `engines.tensor` (Megatron's, arXiv:1909.08053, and its sequence
-parallelism's, arXiv:2205.05198): a column-wise layer sums the gradients of its input, a row-wise
-one its outputs; a layer with gathered output does the former and gathers outputs.
+They are Megatron's (arXiv:1909.08053, and arXiv:2205.05198 by tokens): a column-wise layer sums the
+gradients of its input, a row-wise one its outputs, one with gathered output also gathers those.
 """
 
 from __future__ import annotations
@@ -218,6 +217,10 @@ def cut(
                 partial += sum(layer.after.parameter_gradient_bytes)
                 tensors += len(layer.after.parameter_gradient_bytes)
             sums.add(layer, own=share, after=after, saved=1.0, whole=layer.input_bytes)
+            if not is_local:  # recompute gathers again what it has a share of
+                retained = layer.after.selective_activation_bytes.at(samples)
+                retained = min(layer.output_bytes.at(samples), retained)
+                sums.selective_bytes -= max(0.0, after - share) * retained
     exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens, stack=stack))
     saved = sums.activation_bytes
     if by_tokens and stack.keeps_gathered:

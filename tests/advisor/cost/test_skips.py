@@ -1,12 +1,15 @@
-"""Values that skip units, as a stage of a pipeline retains them: counted by hand on a U-Net."""
+"""Bytes that cross the borders of pipeline stages, and those that a stage retains of them."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from advisor.cost.stages import StageBorders
+from profiles.capture.batch import call_model
+from profiles.capture.capture import capture
 from profiles.model.profile import Numerics
-from tests.engines.cases import WIRINGS, cpu_ranks, profile_of
+from tests.engines.cases import CASES, WIRINGS, Case, cpu_ranks, profile_of
 
 # Of a sample of 8 x 8 pixels: `enter` makes 8 channels, `down` 16 of half the side, `bottom` 16.
 # `up` takes what `bottom` and `down` made, `leave` what `up` and `enter` made.
@@ -47,3 +50,29 @@ def test_a_stage_retains_what_it_takes_first_and_what_it_made(
     start = 0 if first == "enter" else places[first]
     actual = stages.retained(start, end, numerics=Numerics.AS_BUILT, samples=3)
     assert actual == tuple(3 * nbytes for nbytes in expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "border"), [(WIRINGS["unet"], "up"), (CASES["gpt"], "blocks.1")], ids=["unet", "gpt"]
+)
+def test_what_crosses_a_border_under_autocast_has_the_dtypes_of_a_real_forward(
+    case: Case, border: str
+) -> None:
+    numerics = (Numerics.AS_BUILT, Numerics.BF16_AUTOCAST)
+    model, batch = case.build(), case.batch(2)
+    profile = capture(model, batch, loss_fn=case.loss_fn, numerics=numerics)
+    order = profile.flow.order
+    sent: dict[str, int] = {}
+    for name in list(order)[: order[border]]:
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, output, name=name: sent.update({name: output.nbytes})
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        call_model(model, batch, has_target=True)
+    start = profile.flow.first_calls[border]
+    crossing = [profile.flow.calls[call].unit for call, _ in profile.flow.crossing_keys(start)]
+    places = [unit.name for unit in profile.units]
+    actual = StageBorders(profile, cpu_ranks(2)).crossing(
+        places.index(border), numerics=Numerics.BF16_AUTOCAST, samples=2
+    )
+    assert actual == (expected := sum(sent[name] for name in crossing), expected)

@@ -52,7 +52,9 @@ def layer(path: str, inputs: int, outputs: int, *, saved: float, **more: object)
         "input_bytes": per_sample(4.0 * TOKENS * inputs),
         "output_bytes": per_sample(4.0 * TOKENS * outputs),
         "own": Stretch(forward_flop=per_sample(flop), backward_flop=per_sample(2 * flop)),
-        "after": Stretch(activation_bytes=per_sample(saved)),
+        "after": Stretch(
+            activation_bytes=per_sample(saved), selective_activation_bytes=per_sample(saved)
+        ),
     }
     return LayerCost(path=path, inputs=inputs, outputs=outputs, **{**settings, **more})
 
@@ -173,6 +175,14 @@ def test_between_column_and_row_activations_are_split_and_elsewhere_they_are_who
     load = of_block(split(4, STYLES))
     assert load.activation_bytes == pytest.approx(3 * (SAVED_SPLIT / 4 + SAVED_WHOLE))
     assert load.input_bytes == load.output_bytes == 3 * ROW
+
+
+def test_selective_recompute_retains_the_share_of_a_product_before_its_output_is_gathered() -> None:
+    load = of_block(split(4, tuple((pattern, "gather") for pattern, _ in STYLES)))
+    assert load.activation_bytes == pytest.approx(3 * (SAVED_SPLIT + SAVED_WHOLE))
+    gathered = 4 * ROW + INNER  # what is saved behind `down` belongs to the next block
+    wanted = SAVED_SPLIT + SAVED_WHOLE - gathered * 3 / 4
+    assert load.selective_bytes == pytest.approx(3 * wanted)
 
 
 def test_sequence_parallelism_splits_all_activations_but_gathered_tokens() -> None:
