@@ -45,6 +45,8 @@ def walk(costs: CostModel, policy: Policy) -> TreeTrace:
 
 @dataclass(frozen=True, slots=True)
 class _Situation:
+    """Facts and policy that the questions are asked about."""
+
     costs: CostModel
     policy: Policy
 
@@ -184,7 +186,8 @@ def given_bytes_per_s(cluster: ClusterProfile) -> float:
 
 
 def _timed_bytes_per_s(cluster: ClusterProfile) -> float | None:
-    """Return that of two gathers and a reduction of equal size, if timed over all devices."""
+    """Return the bandwidth of two gathers and a reduction of equal size, if they were timed over
+    all devices."""
     gather = cluster.measured(Collective.ALL_GATHER, cluster.world_size)
     reduce = cluster.measured(Collective.REDUCE_SCATTER, cluster.world_size)
     if gather is None or reduce is None:

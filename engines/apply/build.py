@@ -50,18 +50,18 @@ class Training:
 
 @dataclass(slots=True)
 class Build:
-    """A model on its way from plain to parallel; every step reads and adds to it.
+    """State of applying a plan; every step reads it and adds to it.
 
     Attributes:
-        model, plan, profile, cluster, world, training: what is asked for. `nn.DataParallel` drives
-            its devices from one process: `plan` is then that of the process.
+        model, plan, profile, cluster, world, training: arguments of `apply_plan`. `nn.DataParallel`
+            drives its devices from one process: `plan` is then that of the process.
         requested: the plan as it was given.
         mesh, layout: coordinates of this rank, and how its tensors lie.
         names: first names of the parameters as they were given.
         loss_fn: `training.loss_fn`, with its target where the output is.
-        layers, sequence: what is proved; None where the plan splits none.
-        parts: how the losses of parts of a batch make up that of the whole.
-        pool, weights, pipeline, tensor, experts, context: what the plan asks for, else None.
+        layers, sequence: proofs of the splits; None if the plan splits none.
+        parts: rule that combines the losses of parts of a batch.
+        pool, weights, pipeline, tensor, experts, context: built if the plan asks for them.
         runner: what is called for a forward.
     """
 

@@ -23,7 +23,7 @@ from engines.runtime.failures import all_ranks_succeed
 def shard(build: Build) -> None:
     """Shard or replicate over the data axes; experts over the ranks that hold the same ones.
 
-    What has no values yet gets them when it lies as it will.
+    Parameters on the meta device get their values once they are sharded.
     """
     build.runner = build.model
     make_gradients_dense(build.model, build.requested)
@@ -37,8 +37,8 @@ def shard(build: Build) -> None:
     _fill(build)
     if not build.is_placed:
         build.model.to(build.world.device)
-    # The replicas of a pipeline average their gradients when a step is over. So do those of models
-    # with unused parameters and unmade logits: to find these DDP flattens outputs.
+    # Replicas of a pipeline average their gradients at the end of a step. So do those of models
+    # with unused parameters and sharded logits: to find the former DDP flattens outputs.
     averages_itself = build.pipeline is not None or (
         build.plan.tp * build.plan.loss_chunks > 1 and build.profile.may_skip_parameters
     )
@@ -84,7 +84,7 @@ def _shard_experts(build: Build) -> None:
 
 
 def _shard_parameters(build: Build) -> None:
-    """FSDP2 moves unit by unit, so the whole model never sits on the device."""
+    """Shard parameters unit by unit: the whole model is never on the device."""
     plan, mesh, pool = build.plan, build.mesh, build.pool
     assert mesh.shards is not None
     in_files = plan.offload.states and plan.offload_to is OffloadTo.DISK

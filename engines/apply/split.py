@@ -16,7 +16,7 @@ from profiles.capture.batch_rows import batch_size, split_rows
 
 
 def make_stages(build: Build, sample: Batch | None) -> None:
-    """Keep this rank's stages of a pipeline; parameters of the others are freed here.
+    """Keep this rank's pipeline stages and free the parameters of the others.
 
     Stages that cannot run, or microbatches of several sizes, are refused on `sample`, where one is
     given.
@@ -53,8 +53,8 @@ def _pieces(sample: Batch, build: Build) -> list[Batch]:
 
 
 def leave_out(build: Build) -> None:
-    """Of a model from the meta device, leave out the parameters of other ranks' stages; the others
-    have shapes alone until they lie as the plan says."""
+    """Drop other stages' parameters of a model on the meta device; this rank's get their values
+    once they are sharded."""
     if build.weights is not None and build.local is not None:
         build.weights.leave_out(build.model, build.local, device=build.world.device)
 

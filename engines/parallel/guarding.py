@@ -20,11 +20,11 @@ from profiles.capture.batch import Batch
 
 
 class GuardingMixin:
-    """Steps that are not finite stop the training or are left out, replicas that differ stop it.
+    """Stop the training if replicas differ; stop it, or skip the step, if values are not finite.
 
     Attributes:
-        loss_scaler: of losses where a model in fp32 is computed in fp16, with its present `scale`;
-            saved and loaded. It may be given the state of a torch.amp.GradScaler.
+        loss_scaler: scales losses of a model in fp32 that is computed in fp16, by its current
+            `scale`; saved and loaded. It takes the state of a torch.amp.GradScaler.
     """
 
     loss_scaler: LossScaler
@@ -41,15 +41,15 @@ class GuardingMixin:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that `on_nonfinite="skip"` or an overflow under a loss scale left out so far;
+        """Steps skipped so far, by `on_nonfinite="skip"` or by an overflow under a loss scale;
         `step` counts them too."""
         return self._finite.skipped
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss of a loop of one's own, as `parallel.scale_loss(loss).backward()` wants it.
+        """Scale the loss of a user's own loop: `parallel.scale_loss(loss).backward()`.
 
-        Times the loss scale where a model in fp32 is computed in fp16, itself under other plans.
-        The optimizer's step, or what reads gradients first, divides them by it.
+        The factor is the loss scale if a model in fp32 is computed in fp16, else 1. Gradients
+        are divided by it when they are first read, or in the optimizer's step.
         """
         scale = self.loss_scaler.begin()
         return loss * scale if self.loss_scaler.is_on else loss
@@ -60,7 +60,7 @@ class GuardingMixin:
 
     @rank_error_context("comparing gradients")
     def _check_update(self) -> None:
-        """Before the optimizer of a classic loop steps."""
+        """Check gradients of a classic loop before its optimizer steps."""
         if not self._is_unchecked:
             return
         self._is_unchecked = False
@@ -71,13 +71,14 @@ class GuardingMixin:
         self._compare_ranks_when_due()
 
     def _compare_ranks_when_due(self) -> None:
-        """Parameters of replicas, and settings of all ranks' optimizers."""
+        """Compare parameters of replicas, and settings of all ranks' optimizers."""
         self._checksums.require_equal_when_due(self.step)
         self._settings.require_equal_when_due(self.step)
 
     def _origin(self, pieces: Sequence[Batch]) -> str:
-        """Say where the forwards of this rank make the first value that is not finite, by running
-        them once more. All ranks call it, because forwards exchange parameters.
+        """Locate the first value that is not finite by repeating the forwards of this rank.
+
+        All ranks call it, because forwards exchange parameters.
 
         Raises:
             RankMismatchError: it is a replica that differs.
@@ -86,9 +87,8 @@ class GuardingMixin:
         element = next(filter(None, map(nonfinite_element, pieces)), "")
         outputs: list[str] = []
         losses: list[Tensor] = []
-        if (
-            self.plan.pp == 1 and not self.plan.compile
-        ):  # modules of those are not called one by one
+        # Under pp and compile, modules are not called one by one.
+        if self.plan.pp == 1 and not self.plan.compile:
             try:
                 with torch.no_grad(), self._rng.shared(), nonfinite_output(self.module) as outputs:
                     losses = [self._loss(piece, partial(torch.ones, ())) for piece in pieces]

@@ -1,4 +1,4 @@
-"""Loops and code of one's own around a model under a plan: a part of ParallelModel."""
+"""The user's own loop and code around a model under a plan. A part of ParallelModel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Number = float | Tensor
 
 
 class InteropMixin(nn.Module):
-    """The user's module by its own names, gradient accumulation and metrics of one's own loop."""
+    """Attributes of the user's module; accumulation and metrics for the user's own loop."""
 
     plan: Plan
     module: nn.Module
@@ -39,10 +39,10 @@ class InteropMixin(nn.Module):
     _world: World
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the user's module: `parallel.config`, `parallel.generate(...)`.
+        """Return attributes of the user's module: `parallel.config`, `parallel.generate(...)`.
 
-        Methods of the module are there under every plan, and raise a `PlanError` where this rank
-        has a part of the model only: they would run that part, or wait for other ranks.
+        Methods of the module exist under every plan, and raise a `PlanError` if this rank has only
+        a part of the model: they would run that part, or wait for other ranks.
         """
         try:
             return super().__getattr__(name)
@@ -57,7 +57,7 @@ class InteropMixin(nn.Module):
 
     @property
     def _is_whole(self) -> bool:
-        """True if the user's module runs on this rank as it would alone."""
+        """True if the user's module runs on this rank as it would in one process."""
         mesh = self._mesh
         axes = mesh.pp, mesh.tp, mesh.ep
         is_split = self.plan.cp > 1 or any(axis.size > 1 for axis in axes)
@@ -78,10 +78,10 @@ class InteropMixin(nn.Module):
         return refused
 
     def unwrap(self, into: Module | None = None) -> Module:
-        """The user's own module, with whole parameters that are up to date; all ranks call it.
+        """Return the user's own module with whole, current parameters; all ranks call it.
 
-        Under plans that split the model there is none: `into`, built like the model that was given,
-        is filled with the parameters and buffers, and returned.
+        Under plans that split the model there is none: `into`, built like the original model, is
+        filled with the parameters and buffers, and returned.
 
         Raises:
             PlanError: this rank has a part of the model, and there is no `into`.
@@ -103,8 +103,8 @@ class InteropMixin(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around the forwards and backwards of a loop of one's own, all but the last before a step:
-        gradients are accumulated, and exchanged once, in the backward after it.
+        """Accumulate gradients without exchanging them: wrap all microbatches of a step but the
+        last, whose backward exchanges the sum.
 
             for number, (inputs, target) in enumerate(microbatches):
                 is_last = number == len(microbatches) - 1
@@ -112,8 +112,8 @@ class InteropMixin(nn.Module):
                     (loss_fn(parallel(inputs), target) / len(microbatches)).backward()
             parallel.optimizer.step()
 
-        What each plan exchanges in between is as in `train_step`: ZeRO-2 and ZeRO-3 keep shards of
-        gradients, and reduce them in every backward.
+        As in `train_step`, ZeRO-2 and ZeRO-3 keep shards of gradients, and reduce them in every
+        backward.
 
         Raises:
             PlanError: the plan has stages. InputError: the optimizer steps before a backward
@@ -135,7 +135,7 @@ class InteropMixin(nn.Module):
                 prepare_backward(self.module, self.plan, last=True)
 
     def _mark_pending(self, _: Tensor) -> None:
-        """In each backward of a classic loop."""
+        """Note that a backward of a classic loop has left gradients."""
         self._is_pending = self._is_unchecked = True
         self._is_local = self._is_accumulating
 
@@ -147,7 +147,7 @@ class InteropMixin(nn.Module):
             self._finish_gradients()
 
     def _require_exchanged(self) -> None:
-        """Before a step of the optimizer, and before gradients are read."""
+        """Refuse to step on, or to read, gradients that were not exchanged."""
         if self._is_local or self._is_accumulating:
             raise InputError(
                 "the last backward was inside of `no_sync`: its gradients were not exchanged",
@@ -156,7 +156,7 @@ class InteropMixin(nn.Module):
             )
 
     def _require_ready(self) -> None:
-        """Before a step that accumulates by itself, and before its first message."""
+        """Refuse a `train_step` where it cannot learn, before its first message."""
         self._require_values()
         if not torch.is_grad_enabled():
             raise InputError(
@@ -170,7 +170,7 @@ class InteropMixin(nn.Module):
             )
 
     def _require_values(self) -> None:
-        """Before the first forward."""
+        """Refuse the first forward of parameters without values."""
         if self._has_values:
             return
         for name, parameter in self.named_parameters():
@@ -183,7 +183,7 @@ class InteropMixin(nn.Module):
 
     @rank_error_context("averaging metrics")
     def global_mean(self, metrics: Mapping[str, Number], *, count: float) -> dict[str, float]:
-        """The means of metrics over the global batch, the same on every rank; all ranks call it.
+        """Average metrics over the global batch, the same on every rank; all ranks call it.
 
         Args:
             metrics: means over this rank's part, 0-d or numbers: {"accuracy": hits / len(target)}.

@@ -148,7 +148,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self.steps = Steps(plan, profile, world)
         self.step_bound = StepBound(self.steps, job or world, is_compiled=plan.compile)
         self._rates = Rates(optimizer)
-        self._own = RankTimer(module, plan, profile, world)
+        self._rank_timer = RankTimer(module, plan, profile, world)
         self._profile = profile
         self._world, self._job = world, job or world
         self._mesh, self._layout = mesh, layout
@@ -215,7 +215,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
 
     @rank_error_context("running the model")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, under the plan's precision; outputs are fp32 or as built.
+        """Run the model's own forward in the plan's precision; outputs are fp32 or as built.
 
         Raises:
             PlanError: in a pipeline no rank has the whole model.
@@ -231,7 +231,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             self._require_own_step()
 
         def whole(*args: Any, **kwargs: Any) -> Any:
-            return whole_tensors(self._called(*args, **kwargs))
+            return whole_tensors(self._run_forward(*args, **kwargs))
 
         context = self._context
         output = context.forward(whole, args, kwargs) if context else whole(*args, **kwargs)
@@ -241,8 +241,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
                 tensor.register_hook(self._mark_pending)
         return output
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward` for a loss that is computed here: logits may stay split, or unmade."""
+    def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a loss that is computed here: logits may stay sharded, or unmade."""
         try:
             with (
                 explained_reduction(),
@@ -259,7 +259,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         return as_fp32(output, self._autocast_to)
 
     def train_step(self, batch: Batch) -> Tensor:
-        """One optimizer step on this rank's part of the global batch.
+        """Take one optimizer step on this rank's part of the global batch.
 
         The loss is the mean over the global batch, however its rows lie: every microbatch weighs as
         much as what its own loss is a mean over. That is its samples, or the targets that count
@@ -291,32 +291,32 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
 
     @rank_error_context("exchanging gradients")
     def forward_backward(self, batch: Batch) -> Tensor:
-        """`train_step` without the step: gradients are left averaged over the global batch.
+        """Run `train_step` up to the optimizer step; gradients are averaged over the global batch.
 
-        Where it raises it leaves no gradients, and the next call starts clean. Under asynchronous
+        If it raises, no gradients are left, and the next call starts clean. Under asynchronous
         or periodic updates gradients are those of the rank's own part.
         """
         self._require_own_batch()
         self._require_ready()
-        return self._redone(lambda: self._forward_backward(batch))
+        return self._with_retries(lambda: self._forward_backward(batch))
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         self._compare_ranks_when_due()
         self._follow_first_replica()
-        with self._own.synchronised():
+        with self._rank_timer.synchronised():
             microbatches = self._cutter.cut(batch)
         scale = self.loss_scaler.begin()
         if self._noise is not None:
             self._noise.begin(microbatches.weights, samples=self._cutter.total, scale=scale)
         self._finite.begin()
         with self._rng.shared():
-            total = self._run(microbatches, scale) / scale
+            total = self._run_microbatches(microbatches, scale) / scale
         self._finish_gradients()
-        self._own.note_exchange()
+        self._rank_timer.note_exchange()
         self._is_pending = self._is_unchecked = self._is_local = False
         self._check_unused()
         self._note_changed_buffers()
-        self.steps.pace = self._own.compare() or self.steps.pace
+        self.steps.pace = self._rank_timer.compare() or self.steps.pace
         of_noise = () if self._noise is None else (self._noise.parts(),)
         means = self._loss_mean.finish(total, *of_noise)
         mean = means[0]
@@ -329,7 +329,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
     @rank_error_context("averaging the loss")
     @torch.no_grad()
     def eval_step(self, batch: Batch) -> Tensor:
-        """The loss of this rank's part, averaged over all samples of all ranks; no gradients.
+        """Return the loss, averaged over all samples of all ranks; no gradients.
 
         Call `eval()` before and `train()` after where the model distinguishes them.
         """
@@ -349,7 +349,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         return self._exchange.average(self._loss_mean.of(total), self._cutter.counted)
 
     def shard(self, loader: Iterable[Batch]) -> ShardedLoader:
-        """`loader` yields global batches; the result yields this replica's rows of each.
+        """Wrap a loader of global batches: the result yields this replica's rows of each.
 
         Raises:
             BatchError: its batches are larger than the plan's, or the model takes no part of one.
@@ -379,23 +379,23 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
 
     @rank_error_context("gathering gradients")
     def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients by original name, on every rank; all ranks must call it."""
+        """Return whole gradients by original name, on every rank; all ranks must call it."""
         self._finish_pending()
         return full_gradients(self.module, self._layout)
 
     def _loss(self, piece: Batch, weigh: Callable[[], Tensor]) -> Tensor:
-        """The weighted loss of the piece: the mean over the ranks that have its rows."""
+        """Compute the weighted loss of a microbatch: the mean over the ranks that have its rows."""
         if self._context is not None:
-            return weighted(self._context.loss(self._called, piece, self._loss_fn), weigh())
+            return weighted(self._context.loss(self._run_forward, piece, self._loss_fn), weigh())
         has_target, own = self._loss_fn is not None, self.module.forward
-        output = call_model(self._called, piece, has_target=has_target, forward=own)
+        output = call_model(self._run_forward, piece, has_target=has_target, forward=own)
         weight = weigh()
         silence(output, weight)
         loss = loss_of(output, piece, self._loss_fn)
         return weighted(loss.to(self._world.device), weight)  # from where its author put it
 
-    def _run(self, microbatches: WeightedBatch, scale: float) -> Tensor:
-        """Forwards and backwards of a step; its loss on this rank."""
+    def _run_microbatches(self, microbatches: WeightedBatch, scale: float) -> Tensor:
+        """Run the forwards and backwards of a step; return its loss on this rank."""
         total = torch.zeros((), device=self._world.device)
         with explained_recompute(self.plan):
             if self._pipeline is not None:
@@ -415,8 +415,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         return total
 
     def _finish_gradients(self) -> None:
-        """Finish the gradients after the backwards of this rank: means over replicas, sums over the
-        tp axis and over ties. All of it is linear, so each may work on the result of the last."""
+        """Average gradients over replicas; sum them over the tp axis and tied parameters. All of it
+        is linear, so each step may work on the result of the last."""
         pipeline, split = self._pipeline, self._split
         if self._averaged:
             averaged = map(self.module.get_parameter, self._averaged)
@@ -432,7 +432,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self.loss_scaler.unscale()
 
     def _backward_mode(self, last: bool) -> AbstractContextManager[None]:
-        """Around a backward, or a round of a pipeline: sets the exchange at its end."""
+        """Wrap a backward, or a round of a pipeline; gradients are exchanged in the last one."""
         if isinstance(self.module, FSDPModule):
             if self._pipeline is not None:
                 return whole_gradients(self.module, self.plan, last=last)

@@ -38,7 +38,7 @@ class MonitoringMixin:
     _mesh: Mesh
     _rates: Rates
     _noise: NoiseMeter | None
-    _own: RankTimer
+    _rank_timer: RankTimer
 
     @rank_error_context("comparing the times of ranks")
     def imbalance(self) -> Imbalance:
@@ -50,7 +50,7 @@ class MonitoringMixin:
             InputError: fewer than three steps were timed.
             PlanError: a rank's own time cannot be measured under this plan.
         """
-        times = self._own.gather()
+        times = self._rank_timer.gather()
         self.steps.pace = times.pace
         return times
 

@@ -1,9 +1,9 @@
-"""Recovery from a shortage of memory: the step is made again under a plan that takes less.
+"""Recovery from running out of memory: repeat the step under a plan that needs less.
 
-A step changes no parameter before its gradients are exchanged, so one that broke off can be made
-again. The rank that ran out closes its connections, so that all leave the step; they agree on what
-happened, connect anew, and follow the same plan. Engines choose none: they ask `next_plan`.
-A part of ParallelModel.
+A step changes no parameter before its gradients are exchanged, so one that failed can be repeated.
+The rank that ran out closes its connections, so that every rank leaves the step; the ranks agree on
+what happened, reconnect, and adopt the same plan. Engines choose none: they ask `next_plan`. A part
+of ParallelModel.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ Chooser = Callable[[Plan, Shortage], NextPlan]
 
 
 class RecoveryMixin:
-    """Steps that run out of memory are made again.
+    """Repeat steps that run out of memory.
 
     Attributes:
         next_plan: asked on rank 0 for a plan that takes less than the one that failed; None: a
@@ -79,29 +79,30 @@ class RecoveryMixin:
     _cutter: MicrobatchCutter
     _profile: ModelProfile
     _runner: Callable[..., Any]
-    _state: _State | None = None
+    _state: _StepState | None = None
     _world: World
 
-    def _redone(self, attempt: Callable[[], Tensor]) -> Tensor:
-        """The result of `attempt`, a step up to its gradients; it leaves none where it raises.
+    def _with_retries(self, attempt: Callable[[], Tensor]) -> Tensor:
+        """Run `attempt`, a step up to its gradients, until it succeeds; if it raises, no gradients
+        are left.
 
         Raises:
             ShortageError: on all ranks, if no plan is left that can be followed here.
         """
         retries = 0
         while True:
-            before = self._note_state() if self.next_plan else None
+            before = self._record_state() if self.next_plan else None
             try:
                 with self._in_step():
                     return attempt()
             except BaseException as error:
                 own = shortage_of(error, rank=self._world.rank, device=self._world.device)
-                self._abandon()
-                if own is None and not self._is_left_by_others(error):
+                self._discard_gradients()
+                if own is None and not self._is_shortage_elsewhere(error):
                     raise
-                because = self._why_not_redone(before)
+                because = self._why_not_repeated(before)
                 if because and own is not None:
-                    raise self._ended(own, self._answer(own), because) from error
+                    raise self._shortage_error(own, self._answer(own), because) from error
                 if because:
                     raise
             # Outside of `except`: the error holds the tensors of the step.
@@ -112,7 +113,7 @@ class RecoveryMixin:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Around the optimizer: a shortage in it leaves parameters half stepped."""
+        """Guard the optimizer: one that runs out of memory leaves parameters half stepped."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -120,29 +121,29 @@ class RecoveryMixin:
             if own is None:
                 raise
             because = "in the update, which may have changed some parameters"
-            raise self._ended(own, self._answer(own), because) from error
+            raise self._shortage_error(own, self._answer(own), because) from error
 
     def _in_step(self) -> AbstractContextManager[None]:
         raise NotImplementedError
 
-    def _note_state(self) -> _State:
+    def _record_state(self) -> _StepState:
         if self._state is None:
-            self._state = _State(self.module, self._world)
-        self._state.note()
+            self._state = _StepState(self.module, self._world)
+        self._state.record()
         return self._state
 
-    def _abandon(self) -> None:
+    def _discard_gradients(self) -> None:
         start_over(self.module, self.plan)
         self.module.zero_grad(set_to_none=True)
 
-    def _is_left_by_others(self, error: BaseException) -> bool:
-        """True if contact was lost because another rank ran out of memory."""
+    def _is_shortage_elsewhere(self, error: BaseException) -> bool:
+        """Return True if contact was lost because another rank ran out of memory."""
         errors = (error, error.__cause__)
         is_lost = any(each is not None and is_lost_contact(each) for each in errors)
         return is_lost and self._world.size > 1 and is_shortage_announced()
 
-    def _why_not_redone(self, before: _State | None) -> str:
-        """The reason why the step cannot be made again; empty if it can."""
+    def _why_not_repeated(self, before: _StepState | None) -> str:
+        """Return the reason why the step cannot be repeated; empty if it can."""
         if before is None:
             return "and nothing chooses another plan (`auto_parallelize` does)"
         if not self.plan.updates_in_step:
@@ -156,7 +157,7 @@ class RecoveryMixin:
         return f"and the forward that broke off has changed the buffer `{changed}`" * bool(changed)
 
     def _recover(self, own: Shortage | None, *, is_last: bool) -> None:
-        """Agree on what happened and on the next plan, and follow it; all ranks call it."""
+        """Agree on what happened and on the next plan, and adopt it; all ranks call it."""
         world = self._world
         if world.size > 1:
             if own is not None:
@@ -174,9 +175,9 @@ class RecoveryMixin:
         text = answer.model_dump_json() if answer is not None else ""
         text = texts_of_ranks("plan after a shortage", text, world)[0]
         answer = NextPlan.build(json_object(text), where="rank 0")
-        if is_last or answer.plan is None or not self._can_follow(answer.plan):
+        if is_last or answer.plan is None or not self._can_adopt(answer.plan):
             because = f"for the {MOST_RETRIES + 1}rd time in this step" if is_last else ""
-            raise self._ended(worst, answer, because)
+            raise self._shortage_error(worst, answer, because)
         if world.size > 1:
             reconnect(timeout_s=world.timeout_s)
         if world.rank == 0 or world.size == 1:
@@ -188,23 +189,23 @@ class RecoveryMixin:
                 _difference(self.plan, answer.plan),
                 answer.because,
             )
-        self._follow(answer.plan)
+        self._adopt(answer.plan)
 
     def _answer(self, shortage: Shortage) -> NextPlan:
         if self.next_plan is None:
             return NextPlan(plan=None, because="")
         return self.next_plan(self.plan, shortage)
 
-    def _can_follow(self, plan: Plan) -> bool:
-        """True if a model under the present plan can train on under `plan`."""
-        update = {name: getattr(plan, name) for name in _FOLLOWED}
+    def _can_adopt(self, plan: Plan) -> bool:
+        """Return True if a model under the current plan can continue under `plan`."""
+        update = {name: getattr(plan, name) for name in _ADJUSTABLE}
         if plan.recompute is not self.plan.recompute and (
             self.plan.compile or self.plan.offload is not Offload.NONE
         ):
             return False  # both were built into the blocks
         return plan == self.plan.model_copy(update=update)
 
-    def _follow(self, plan: Plan) -> None:
+    def _adopt(self, plan: Plan) -> None:
         if plan.recompute is not self.plan.recompute:
             recompute_blocks(self.module, plan.recompute, profile=self._profile)
         if isinstance(self._runner, DistributedDataParallel):
@@ -213,7 +214,7 @@ class RecoveryMixin:
         self._cutter.follow(plan)
         self.steps.is_kept = True  # times of two plans say nothing of either
 
-    def _ended(self, shortage: Shortage, answer: NextPlan, because: str) -> ShortageError:
+    def _shortage_error(self, shortage: Shortage, answer: NextPlan, because: str) -> ShortageError:
         hints = ["take a plan with a smaller microbatch_size and more accumulation, or recompute"]
         if answer.plan is not None:
             hints = [
@@ -225,11 +226,11 @@ class RecoveryMixin:
         return ShortageError(f"{what}, {because}" if because else what, where=where, hints=hints)
 
 
-_FOLLOWED = ("microbatch_size", "accumulation", "recompute")
-"""Settings of a plan that a training can change."""
+_ADJUSTABLE = ("microbatch_size", "accumulation", "recompute")
+"""Settings of a plan that can change during a training."""
 
 
-class _State:
+class _StepState:
     """State that a step reads and writes besides gradients."""
 
     def __init__(self, module: nn.Module, world: World) -> None:
@@ -239,14 +240,14 @@ class _State:
         # Under batch norms replicas are sent all buffers of the first one in every step.
         self._others = {} if statistics else dict(module.named_buffers())
 
-    def note(self) -> None:
-        """Remember it, before a step."""
+    def record(self) -> None:
+        """Record it before a step."""
         self._random = random_states(self._device)
         self._before = [buffer.clone() for buffer in self._statistics]
         self._versions = [version_of(buffer) for buffer in self._others.values()]
 
     def changed(self) -> str:
-        """The first buffer that was written to, and cannot be restored; empty if there is none."""
+        """Return the first buffer that was written to and cannot be restored; empty if none."""
         pairs = zip(self._others.items(), self._versions, strict=True)
         return next((name for (name, own), before in pairs if version_of(own) != before), "")
 
@@ -258,6 +259,6 @@ class _State:
 
 
 def _difference(plan: Plan, other: Plan) -> str:
-    """The settings of `plan` that `other` has otherwise."""
-    names = [name for name in _FOLLOWED if getattr(plan, name) != getattr(other, name)]
+    """Return the settings of `plan` that differ in `other`."""
+    names = [name for name in _ADJUSTABLE if getattr(plan, name) != getattr(other, name)]
     return " ".join(f"{name}={getattr(plan, name)}" for name in names)

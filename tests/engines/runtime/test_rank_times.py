@@ -31,7 +31,7 @@ def _with_a_slow_rank(plan: str, where: str) -> tuple[Imbalance, str]:
         block.register_forward_hook(lambda *_: time.sleep(NAP_S), prepend=True)
     with pytest.raises(InputError, match="0 steps were timed, 3 are wanted after 3 of warm-up"):
         parallel.imbalance()
-    parallel._own._compared_at = STEPS  # sooner than a training that is kept does
+    parallel._rank_timer._compared_at = STEPS  # sooner than a training that is kept does
     with patch("engines.runtime.rank_times.log") as log:
         for _ in range(STEPS):
             assert parallel.steps.pace is None
