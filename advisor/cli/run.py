@@ -13,6 +13,7 @@ from advisor.cli.command import common_options
 from profiles.errors import FileError, InputError, near_misses
 from profiles.machine.host import machine_cores
 from profiles.machine.launcher import LOOPBACK, loopback_environment
+from profiles.record.bounds import MOST_PER_NODE, whole_number
 
 FLAGS = {
     "--standalone",
@@ -97,10 +98,11 @@ def command_line(words: Sequence[str], environment: Mapping[str, str]) -> list[s
     """The arguments of `python -m torch.distributed.run`: one node meets on its loopback address.
 
     Raises:
-        InputError: there is no script. FileError: it does not exist.
+        InputError: there is no script, or no rank to run it. FileError: it is no file.
     """
     read = Words.read(words)
     if read.is_known:
+        _require_ranks(read.options.get("--nproc-per-node"))
         _require_script(read)
     nodes = read.options.get("--nnodes", environment.get("PET_NNODES", "1"))
     asked = {f"PET_{name.strip('-').replace('-', '_').upper()}" for name in MEETING}
@@ -126,16 +128,24 @@ def prepare(environment: MutableMapping[str, str], line: Sequence[str]) -> None:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, machine_cores() // count)))
 
 
+def _require_ranks(count: str | None) -> None:
+    """Refuse a count below one; a word (gpu, cpu, auto) is torchrun's to know."""
+    if count is not None and not count.isidentifier():
+        whole_number(count, "--nproc-per-node", most=MOST_PER_NODE)
+
+
 def _require_script(read: Words) -> None:
     if read.script is None:
         raise InputError("the script is missing", where="advise run", hints=[f"write {EXAMPLE}"])
     is_file = not {"-m", "--module", "--no-python"} & set(read.options)
     if is_file and not os.path.isfile(read.script):
         folder = os.path.dirname(read.script) or "."
-        there = os.listdir(folder) if os.path.isdir(folder) else []
+        entries = os.scandir(folder) if os.path.isdir(folder) else ()
+        there = [entry.name for entry in entries if entry.is_file()]
         near = near_misses(os.path.basename(read.script), there, limit=1)
+        what = "it is a folder" if os.path.isdir(read.script) else "no such file"
         raise FileError(
-            f"cannot read `{read.script}`: no such file",
+            f"cannot read `{read.script}`: {what}",
             where=f"advise run, in {os.getcwd()}",
             hints=[f"did you mean `{os.path.join(os.path.dirname(read.script), near[0])}`?"]
             if near

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -245,7 +244,7 @@ def require_model(text: str) -> None:
     if path is not None:
         json_file(path)
     elif ":" in text:
-        _factory_name(text)
+        user_code.require_package(_factory_name(text)[0])
     elif not is_network(text):
         _shape(text)
 
@@ -315,12 +314,10 @@ def _shape(name: str) -> GPTConfig:
 
     if name in SHAPES:
         return SHAPES[name]
-    code, config = Path(f"{name.removesuffix('.py')}.py"), Path(name) / CONFIG
+    config, code = Path(name) / CONFIG, f"{name.removesuffix('.py')}.py"
     inside = [f"did you mean `{config}`?"] if config.is_file() else []
-    if code.is_file():
-        inside = [
-            f"name its function that builds the model, as in `{_module_in(code)}:build_model`"
-        ]
+    if Path(code).is_file():
+        inside.append(f"name its function, as in `{user_code.module_of(code)}:build_model`")
     raise UnknownNameError("model", name, SHAPES, hints=[*inside, f"MODEL is {KINDS}"])
 
 
@@ -350,14 +347,9 @@ def _factory_name(text: str) -> tuple[str, str]:
     if module_name.endswith(".py"):
         raise ModelError(
             f"`{module_name}` is a file, MODEL names a module",
-            hints=[f"did you mean `{_module_in(module_name)}:{attribute}`?"],
+            hints=[f"did you mean `{user_code.module_of(module_name)}:{attribute}`?"],
         )
     return module_name, attribute
-
-
-def _module_in(path: str | os.PathLike[str]) -> str:
-    """The module that a file is when its folder's root is the current one."""
-    return os.fspath(path).removesuffix(".py").replace("/", ".").strip(".")
 
 
 def _from_factory(text: str, samples: int, sequence_length: int | None) -> LoadedModel:

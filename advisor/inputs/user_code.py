@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import os
 import pkgutil
@@ -30,9 +31,7 @@ def import_module(name: str) -> ModuleType:
     Raises:
         ModelError: there is no such module (the near miss is named), or it fails while it imports.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    importlib.invalidate_caches()
+    _search_current_folder()
     with guarded(f"`{name}` does not import"):
         try:
             return importlib.import_module(name)
@@ -45,6 +44,29 @@ def import_module(name: str) -> ModuleType:
                 where=user_line(error),
                 hints=[f"install `{missing}` where `advise` is installed"],
             ) from None
+
+
+def module_of(path: str) -> str:
+    """The module that a file is, seen from the current folder."""
+    return path.removesuffix(".py").replace("/", ".").strip(".")
+
+
+def require_package(name: str) -> None:
+    """Check that the package or module that a dotted name begins with exists; nothing is imported.
+
+    Raises:
+        ModelError: it does not; the near miss is named.
+    """
+    _search_current_folder()
+    root = name.partition(".")[0]
+    if root not in sys.modules and importlib.util.find_spec(root) is None:
+        raise _no_module(name, root)
+
+
+def _search_current_folder() -> None:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()
 
 
 def attribute(module: ModuleType, name: str) -> object:

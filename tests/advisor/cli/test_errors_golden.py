@@ -128,7 +128,7 @@ class TestModel:
     def test_is_a_file_of_which_no_function_is_named(self, name: str) -> None:
         result = advise(name, *EIGHT)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "hint: name its function that builds the model, as in `train:b" in result.stderr
+        assert "hint: name its function, as in `train:build_model`" in result.stderr
 
     def test_is_not_a_module(self) -> None:
         refused("model_is_not_a_module", "train:settings", *EIGHT)

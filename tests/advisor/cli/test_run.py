@@ -191,3 +191,20 @@ def test_the_command_line_is_not_changed_where_nothing_is_missing(tmp_path: Path
     script = tmp_path / "train.py"
     script.write_text("")
     assert command_line(["--nnodes", "2", str(script)], {}) == ["--nnodes", "2", str(script)]
+
+
+@pytest.mark.parametrize("count", ["0", "-2", "2.5", "9999999"])
+def test_ranks_that_cannot_be_counted_are_refused_before_torchrun(
+    started: Started, count: str
+) -> None:
+    result = CliRunner().invoke(cli, ["run", f"--nproc-per-node={count}", "train.py"])
+    assert (result.exit_code, started.line) == (2, [])
+    assert result.stderr.startswith("error: `--nproc-per-node` ")
+
+
+def test_a_folder_is_no_script_and_no_near_miss(started: Started) -> None:
+    os.mkdir("train")
+    result = CliRunner().invoke(cli, ["run", "train"])
+    assert (result.exit_code, started.line) == (2, [])
+    assert "error: cannot read `train`: it is a folder" in result.stderr
+    assert "hint: did you mean `train.py`?" in result.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from advisor.inputs.models import LoadedModel, load_model, profile_model
+from advisor.inputs.models import LoadedModel, load_model, profile_model, require_model
 from profiles.errors import FileError, InputError, ModelError, UnknownNameError
 from profiles.model.profile import ModelProfile, Numerics, UnitCost, UnitProfile
 
@@ -249,6 +249,13 @@ class TestFactory:
 
 
 class TestFactoryMistakes:
+    def test_a_missing_package_is_named_before_anything_is_imported(self, write: Write) -> None:
+        write("training.py", "raise SystemExit('imported')")
+        require_model("training:build")
+        with pytest.raises(ModelError, match="no module named `trainings`") as error:
+            require_model("trainings:build")
+        assert error.value.hints[0] == "did you mean `training`?"
+
     def test_a_missing_module_names_the_nearest_one(self, write: Write) -> None:
         write("train.py", TOKEN_MODEL)
         with pytest.raises(
