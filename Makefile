@@ -26,6 +26,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 export PYTHONUNBUFFERED := 1
+# Modules are compiled once, not by every process that a test or a job starts.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test matrix zoo scorecard scorecard-nested soak regret peers gpu growth fuzz \
     fuzz-modules mutants nightly timed check format clean
@@ -132,4 +134,5 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
+	find profiles engines advisor tests -name __pycache__ -prune -exec rm -rf {} +
 	rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs

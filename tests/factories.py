@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from advisor.inputs.facts import Facts
 from profiles.closed_forms.families import profile_from_config
 from profiles.machine.cluster import ClusterProfile, Device, Link
@@ -263,6 +265,7 @@ def facts(
     )
 
 
+@cache
 def small_llama(*, layers: int = 4) -> ModelProfile:
     """Blocks of a width of 1,024 in closed form, as a config.json gives them."""
     return profile_from_config(
