@@ -305,8 +305,7 @@ def _gpt(shape: GPTConfig, name: str, samples: int, sequence_length: int | None)
     config = dataclasses.replace(shape, context=max(length, shape.context))
     with torch.device("meta"):
         module = GPT(config)
-    ids = _ids(samples, length)
-    return LoadedModel(module, (ids, ids), loss, name)
+    return LoadedModel(module, (_ids(samples, length),) * 2, loss, name)
 
 
 def _shape(name: str) -> GPTConfig:
