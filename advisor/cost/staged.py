@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import overload
 
 from advisor.cost.assemble import assemble
 from advisor.cost.borders import Border, borders_of, charge_sends, received_into, retained_over
@@ -13,18 +12,18 @@ from advisor.cost.breakdown import Estimate, StageEstimate, Traffic
 from advisor.cost.communication import rounds_of, stage_exchange
 from advisor.cost.compute import Busy, Computing, busy_s, optimizer_s
 from advisor.cost.context import CostContext
-from advisor.cost.exposed import gathers_s, overlaps_gathers
+from advisor.cost.exposed import gathers_s
 from advisor.cost.groups import replica_group, tie_stride
 from advisor.cost.ledger import Ledger
-from advisor.cost.loads import Loads, combined
+from advisor.cost.loads import combined
 from advisor.cost.memory import Peak, shard_degree
 from advisor.cost.offload import filed_s
 from advisor.cost.orders import SPLITS_BACKWARD, InFlight, moments, stages_of
 from advisor.cost.pipeline import Played, StageTimes, sends_late
-from advisor.cost.replay import backward, forward
 from advisor.cost.shared_cores import play_on_cores, slowest_s
 from advisor.cost.small_collectives import small_collectives_s, summed_s
 from advisor.cost.stage import StageCost
+from advisor.cost.stage_costs import StageCosts
 from advisor.cost.stage_memory import StageMemory, chunk_of, stage_peak
 from advisor.cost.stages import TiedParameter, require_places
 from engines.plan import DataParallel, Plan, Schedule
@@ -73,51 +72,6 @@ class StageLayout:
         if self.schedule not in SPLITS_BACKWARD:
             return frozenset()
         return frozenset(range(1, len(self.stages))) - self.whole
-
-
-class _Stages(Sequence[StageCost]):
-    """Costs of the stages of a plan, each when it is asked for: a bound asks for those at both
-    ends. Equal ones are computed once, for all plans."""
-
-    def __init__(
-        self,
-        model: CostContext,
-        plan: Plan,
-        places: Sequence[tuple[int, int]],
-        borders: Sequence[Border],
-    ) -> None:
-        self._model, self._plan = model, plan
-        self._places, self._borders = places, borders
-        self._loads = model.loads(plan)
-        # Of one microbatch: independent of schedule and number of microbatches.
-        self._alike = model.stages_of(plan)
-        self._known: dict[int, StageCost] = {}
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, stage: int) -> StageCost: ...
-    @overload
-    def __getitem__(self, stage: slice) -> Sequence[StageCost]: ...
-    def __getitem__(self, stage: int | slice) -> StageCost | Sequence[StageCost]:
-        if isinstance(stage, slice):
-            return [self[number] for number in range(len(self))[stage]]
-        stage = range(len(self))[stage]
-        if stage not in self._known:
-            self._known[stage] = self._cost(stage)
-        return self._known[stage]
-
-    def _cost(self, stage: int) -> StageCost:
-        model, plan, places = self._model, self._plan, self._places[stage]
-        part = self._loads.part(*places)
-        received, sent = retained_over(model, plan, self._borders, stage, places)
-        key = (part.pieces, received, sent)
-        if key not in self._alike:
-            self._alike[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
-        alike = self._alike[key]
-        added = alike.computing.added.total * (plan.forwards - 1) / plan.forwards
-        return replace(alike, part=part, backward_s=alike.backward_s + added)
 
 
 def staged(model: CostContext, plan: Plan) -> Estimate:
@@ -203,7 +157,7 @@ def laid_out(model: CostContext, plan: Plan) -> StageLayout:
         places=tuple(pairwise(ends)),
         own=tuple(stages_of(schedule, r, ranks=plan.pp, stages=count) for r in range(plan.pp)),
         borders=tuple(borders),
-        stages=_Stages(model, plan, tuple(pairwise(ends)), borders),
+        stages=StageCosts(model, plan, tuple(pairwise(ends)), borders),
         ties=model.stages.ties(plan, ends),
         in_round=1 if schedule is Schedule.NAIVE else plan.microbatches,
         rounds=rounds_of(plan),
@@ -289,50 +243,6 @@ def _charged(
     charge_sends(plan, layout.own[rank], layout.borders, ledger)
     _Tail.of(model, plan, layout, rank, ledger)
     return ledger, small_collectives_s(plan, model.facts.model, ledger)
-
-
-def _stage(
-    model: CostContext, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
-) -> StageCost:
-    computing = model.computing(plan, part)
-    exchanged = stage_exchange(
-        plan,
-        part,
-        model.ledger(),
-        has_host=model.overlaps,
-        reduced_share=model.reduced_share,
-        stack=model.stack,
-    )
-    kind = plan.data_parallel
-    gathers = kind in (DataParallel.FULL_SHARD, DataParallel.HYBRID_SHARD)
-    mode = {"overlaps": model.overlaps}
-    there = forward(computing.times, exchanged, gathers=gathers, **mode)
-    back = backward(
-        computing.times, exchanged, gathers=gathers, reduces=False, replicates=False, **mode
-    )
-    late_s = 0.0
-    if kind.is_sharded and not gathers:
-        overlaps = model.overlaps and overlaps_gathers(model.stack)
-        whole = forward(computing.times, exchanged, gathers=True, overlaps=overlaps)
-        late_s = whole.wall_s - there.wall_s
-    counts = [time.count for time in computing.times]
-
-    def all_of(seconds: Sequence[float]) -> float:
-        return sum(n * each for n, each in zip(counts, seconds, strict=True))
-
-    return StageCost(
-        part=part,
-        chunk=chunk_of(
-            plan, part, received_bytes=received_bytes, sent_bytes=sent_bytes, stack=model.stack
-        ),
-        computing=computing,
-        forward_s=there.wall_s,
-        backward_s=back.wall_s,
-        late_s=late_s,
-        reduce_s=all_of(exchanged.reduce_s) + exchanged.root_reduce_s,
-        replicate_s=all_of(exchanged.replicate_s) + exchanged.root_replicate_s,
-        sent_s=there.sent_s + back.sent_s,
-    )
 
 
 def _times(layout: StageLayout) -> StageTimes:
