@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from engines.parallel import ParallelModel
-from profiles.errors import RankMismatchError
+from engines.runtime import heartbeat
+from profiles.errors import FileError, RankMismatchError
 from tests.engines.runtime.fault_jobs import answers, ends
 from tests.nightly import nightly
 from tests.soak.training import build, global_batches
@@ -42,6 +45,7 @@ def _stops_in_step_3(plan: str) -> str:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     last = [each for each in parallel.module.modules() if any(True for _ in each.parameters(False))]
+    heartbeat.SILENT_S = 5.0  # a model is built by now, which may hold Python's lock for long
     last[-1].register_forward_pre_hook(stop)
     for batch in parallel.shard(global_batches()):
         parallel.train_step(batch)
@@ -140,3 +144,47 @@ def _unequal_streams_that_begin_anew() -> str:
 @pytest.mark.dist
 def test_streams_of_two_lengths_that_begin_anew_are_trained_on() -> None:
     assert answers(_unequal_streams_that_begin_anew, ranks=2) == ["7 steps"] * 2
+
+
+def _exits_in_step_3(plan: str) -> str:
+    parallel, _ = build(PLANS[plan], steps=5)
+    for batch in parallel.shard(global_batches()):
+        if parallel.step == 2 and dist.get_rank() == 1:
+            os._exit(0)  # as by a signal, or a library of the user's: nothing is said
+        parallel.train_step(batch)
+    return "done"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", [*ALWAYS, *nightly(*LATER)])
+def test_a_rank_that_ends_without_a_word_is_named(plan: str) -> None:
+    for text in answers(_exits_in_step_3, plan, ranks=_ranks(plan), without=(1,)):
+        assert "lost contact with another rank" in text
+        assert text.endswith("rank 1 did not come to it")
+
+
+def _has_a_full_disk(folder: str) -> str:
+    """Saves, goes on, and saves again where files of rank 1 may not grow."""
+    parallel, _ = build(PLANS["zero3"], steps=5)
+    batches = iter(parallel.shard(global_batches()))
+    parallel.train_step(next(batches))
+    parallel.save(folder)
+    parallel.train_step(next(batches))
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+    try:
+        parallel.save(folder)
+    except FileError as error:
+        parallel.train_step(next(batches))
+        return f"{parallel.load(folder)} {error.what}"
+    return "done"
+
+
+@pytest.mark.dist
+def test_a_disk_that_is_full_on_one_rank_is_named_and_the_save_before_is_left(
+    tmp_path: Path,
+) -> None:
+    for text in answers(_has_a_full_disk, str(tmp_path), ranks=2):
+        assert text.startswith("1 ")
+        assert "rank 1: " in text
+        assert "File too large" in text

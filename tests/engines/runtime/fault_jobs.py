@@ -34,7 +34,7 @@ def _rank(
     names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    heartbeat.EVERY_S, heartbeat.SILENT_S, heartbeat.LOOK_EVERY_S = 0.1, 1.5, 0.2
+    heartbeat.EVERY_S, heartbeat.LOOK_EVERY_S = 0.1, 0.2
     heartbeat.ENDED_AFTER_S = activity.STACK_AFTER_S = 0.5
     join_world(timeout_s=TIMEOUT_S)
     heartbeat.start_heartbeat()

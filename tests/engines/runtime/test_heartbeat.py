@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engines.runtime import heartbeat
 from engines.runtime.activity import activity
 from engines.runtime.failures import has_store
 from engines.runtime.world import World, rank_error_context, require_same
@@ -60,6 +61,7 @@ OF_RANK_1: dict[str, Callable[[], None]] = {
 
 def job(mode: str) -> str:
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), TIMEOUT_S)
+    heartbeat.SILENT_S = 1.5
     dist.all_reduce(torch.ones(1))
     with activity.in_step(5, bound_s=1.0 if mode in ("loops", "saves") else TIMEOUT_S):
         if world.rank == 1:
