@@ -38,7 +38,7 @@ _ROUNDING = 1e-12
 _FAR_TOO_MUCH = 2
 # So many ranks that shards have no size.
 _ENDLESS = 1 << 50
-_THREADS = KINDS.index(DataParallel.THREADS)
+_THREADS, _ZERO2 = KINDS.index(DataParallel.THREADS), KINDS.index(DataParallel.ZERO2)
 
 
 def whole_peak_bytes(columns: Columns, usable_bytes: float) -> Floats:
@@ -48,7 +48,9 @@ def whole_peak_bytes(columns: Columns, usable_bytes: float) -> Floats:
     space, facts = columns.space, columns.costs.facts
     resident, last, last_doubtful = peaks.resident_and_update()
     total, doubtful, ahead = last.copy(), last_doubtful.copy(), np.zeros(len(space))
+    # Under ZeRO-2 the first of two microbatches has no shards to add to, those after it have.
     several = (space.forwards > 1).astype(np.int64)
+    several += (space.forwards > 2) & (peaks.kind == _ZERO2)
     is_open = np.flatnonzero(resident + last <= _FAR_TOO_MUCH * usable_bytes)
     keys = np.stack([columns.group, peaks.kind, several])[:, is_open]
     alike, which = np.unique(keys, axis=1, return_inverse=True)
