@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class WeightedBatch:
 
     Attributes:
         pieces: of this rank's rows. In a pipeline `weights` adds spare ones, for what others have.
+        waited_s: for the counts, since the forward began.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class WeightedBatch:
         self.pieces = pieces
         self._weigh = weigh
         self._weights: Tensor | None = None
+        self.waited_s = 0.0
 
     @property
     def weights(self) -> Tensor:
@@ -77,8 +80,10 @@ class WeightedBatch:
             RankMismatchError: the first batches of ranks differ in structure.
         """
         if self._weights is None:
+            began = time.perf_counter()
             spare, self._weights = self._weigh()
             self.pieces += spare
+            self.waited_s = time.perf_counter() - began
         return self._weights
 
     def weight(self, index: int, scale: float = 1.0) -> Tensor:
@@ -195,6 +200,7 @@ class MicrobatchCutter:
         self._cuts += 1
         if not self._overlaps or self._cuts <= FIRST_CUTS:
             _ = microbatches.weights
+            microbatches.waited_s = 0.0
         return microbatches
 
     @rank_error_context(COUNTING)

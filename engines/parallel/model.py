@@ -311,6 +311,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._finite.begin()
         with self._rng.shared():
             total = self._run_microbatches(microbatches, scale) / scale
+        self._rank_timer.note_wait(microbatches.waited_s)
         self._finish_gradients()
         self._rank_timer.note_exchange()
         self._is_pending = self._is_unchecked = self._is_local = False

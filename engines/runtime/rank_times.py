@@ -133,6 +133,7 @@ class _StepMarks:
 
     outside_s: float
     barrier_s: float
+    waited_s: float = 0.0
     spans: list[tuple[_Mark, _Mark]] = field(default_factory=list)
     ending: tuple[_Mark, _Mark] | None = None
 
@@ -187,6 +188,12 @@ class RankTimer:
         self._current = _StepMarks(outside_s=outside, barrier_s=met - arrived)
         self._began, self._last = self._mark(), None
 
+    def note_wait(self, seconds: float) -> None:
+        """Note that the rank waited for others between the forward and the backward. A device
+        computes meanwhile."""
+        if self._current is not None and self._world.device.type != "cuda":
+            self._current.waited_s = seconds
+
     def note_exchange(self) -> None:
         """Mark the end of the exchange: the gradients of all ranks are averaged."""
         step, self._current = self._current, None
@@ -240,9 +247,11 @@ class RankTimer:
 
     def _medians(self, marked: Sequence[_StepMarks]) -> tuple[float, float, float, float]:
         """Outside, computing, waiting (-1: not known), and the spread of a step, in seconds."""
-        computing = [sum(_seconds(*span) for span in step.spans) for step in marked]
+        computing = [sum(_seconds(*span) for span in step.spans) - step.waited_s for step in marked]
         waiting = [
-            step.barrier_s + _seconds(*step.ending) if step.ending is not None else -1.0
+            step.barrier_s + step.waited_s + _seconds(*step.ending)
+            if step.ending is not None
+            else -1.0
             for step in marked
         ]
         outside = [step.outside_s if step.ending is not None else 0.0 for step in marked]

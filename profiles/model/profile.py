@@ -154,6 +154,13 @@ class UnitProfile(Record):
     costs: dict[Numerics, UnitCost]
 
     def cost(self, numerics: Numerics) -> UnitCost:
+        """Raises InputError where the unit was profiled in other numerics."""
+        if numerics not in self.costs:
+            known = ", ".join(self.costs)
+            raise InputError(
+                f"unit `{self.name}` has `costs` of {known}, and none of `{numerics}`",
+                hints=["profile the model in this precision too"],
+            )
         return self.costs[numerics]
 
     def flop(self, samples: float, numerics: Numerics = Numerics.AS_BUILT) -> float:
@@ -235,10 +242,10 @@ class ModelProfile(Document):
     def _require_costs(self) -> Self:
         kinds = self.units[0].costs.keys() if self.units else ()
         for unit in self.units:
-            if Numerics.AS_BUILT not in unit.costs or unit.costs.keys() != kinds:
+            if not unit.costs or unit.costs.keys() != kinds:
                 raise InputError(
-                    f"unit `{unit.name}` wants `costs` of `{Numerics.AS_BUILT}`, and of the same"
-                    " numerics as every unit"
+                    f"unit `{unit.name}` wants `costs` of the same numerics as every unit, and of"
+                    " one at least"
                 )
         return self
 

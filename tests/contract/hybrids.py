@@ -289,7 +289,7 @@ def _saved_activations(parallel: ParallelModel, batch: Batch) -> int:
     module = parallel.module
     known = [*map(local, module.parameters()), *module.buffers(), *batch]
     if pipeline is None:
-        return _left(lambda: parallel._loss(batch), known, arrived=())
+        return _left(lambda: parallel._loss(batch, partial(torch.ones, ())), known, arrived=())
     recording = pipeline._recording(batch)
     pipeline._round.pieces, pipeline._round.weights = [batch], [torch.ones(1)]
     number, actual = torch.zeros(1, dtype=torch.int64), 0

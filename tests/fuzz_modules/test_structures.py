@@ -28,6 +28,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("backward in forward", PIPELINE): ACROSS,
     ("teacher", TENSOR): "the forward changes its own parameter",
     ("teacher", PIPELINE): "the forward changes its own parameter",
+    # Observed ranges are those of all rows.
+    ("quantisation-aware", PIPELINE): "act on each other",
 }
 """And the words that say so. Everything else trains."""
 

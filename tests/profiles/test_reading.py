@@ -213,7 +213,7 @@ def test_a_profile_of_450_layers_in_all_numerics_is_saved_and_read(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda data: data["units"][1]["costs"].clear(), "wants `costs` of `as_built`"),
+        (lambda data: data["units"][1]["costs"].clear(), "wants `costs` of the same numerics"),
         (lambda data: data["units"][1]["costs"].pop("bf16"), "the same numerics as every unit"),
         (lambda data: data["flow"]["edges"][0].update(target=99), "taken by call 99"),
         (lambda data: data["flow"]["edges"][0].update(value=9), "value 9 of call 0"),

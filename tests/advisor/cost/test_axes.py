@@ -31,7 +31,7 @@ def test_context_parallel_ranks_divide_activations_and_computing() -> None:
     assert shared.memory.activations == whole.memory.activations / 4
     assert shared.states_bytes == whole.states_bytes
     assert shared.time.compute_s == pytest.approx(whole.time.compute_s / 4)
-    assert shared.samples_per_s * shared.step_s == whole.samples_per_s * whole.step_s
+    assert shared.samples_per_s * shared.step_s == pytest.approx(64)
 
 
 def test_keys_and_values_pass_the_ring_once_forward_and_twice_backward() -> None:

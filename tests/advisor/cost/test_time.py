@@ -19,8 +19,8 @@ from profiles.workload.stack import TORCH, Stack
 from tests.advisor.cost.collectives import collective_s
 from tests.factories import chain, cpus, facts, gpus, transformer
 
-COUNTS = 3 * 8
-"""Bytes of a step's message of terms of the loss, rows and failed ranks, in fp64."""
+COUNTS = 4 * 8
+"""Bytes of a step's message of terms of the loss, rows, failed ranks and kind of step, in fp64."""
 
 
 def on_cpus(plan: str, *, ranks: int, batch: int) -> Estimate:

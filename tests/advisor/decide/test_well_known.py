@@ -266,23 +266,14 @@ def step_of(layout: dict[str, Any]) -> float:
     return t4(**{k: v for k, v in layout.items() if k != "step_s"}).estimate().step_s
 
 
-STAGES = pytest.mark.xfail(strict=True, reason="four stages are priced 1.38 s, published 1.20")
-
-
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(layout, marks=STAGES if layout["pp"] > 1 else (), id=str(layout))
-        for layout in TABLE["t4"]["layouts"]
-    ],
+    [pytest.param(layout, id=str(layout)) for layout in TABLE["t4"]["layouts"]],
 )
 def test_layouts_on_t4_are_priced_near_their_steps(layout: dict[str, Any]) -> None:
     assert step_of(layout) == pytest.approx(layout["step_s"], rel=TOLERANCE)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="DDP is priced below four stages of 1.38 s, published 1.32 and 1.20"
-)
 def test_layouts_on_t4_are_ordered_as_measured() -> None:
     layouts = TABLE["t4"]["layouts"]
     assert sorted(layouts, key=step_of) == layouts

@@ -87,5 +87,5 @@ def test_a_made_up_reduction_of_gpu_gradients_says_on_which_gpu_they_are(
     monkeypatch.setattr(ddp.dist, "all_reduce", lambda *_, **__: None)
     for device in ("cuda:1", "cpu"):
         buffer = SimpleNamespace(device=torch.device(device))
-        ddp._all_reduced(None, SimpleNamespace(buffer=lambda buffer=buffer: buffer))
+        ddp.all_reduced(None, SimpleNamespace(buffer=lambda buffer=buffer: buffer))
     assert made == [[torch.device("cuda:1")], []]
