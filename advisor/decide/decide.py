@@ -66,7 +66,7 @@ def decide(
 
     Every legal plan is weighed, most by lower bounds (`advisor.search`). Of the families of the
     tree's leaf, the fastest plan that fits is taken, and on a tie the simplest; of all families, if
-    the machines were timed and another one is faster beyond the range of the gain. Offload is used
+    the machines were timed and another one is faster beyond its range. Offload is used
     only if nothing fits without it: `advisor.decide.offload`.
 
     Args:

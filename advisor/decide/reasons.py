@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from advisor.cost import CostModel, Traffic
 from advisor.cost.by_hand import crossed_s
-from advisor.cost.gain import gain_of
 from advisor.decide import async_updates, gradient_comm, loss_chunks, offload
 from advisor.decide.comparison import PlanVerdict, causes, title
 from advisor.decide.decision import Alternative
@@ -113,11 +112,11 @@ def _leaf_reason(
         wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
         return f"{advice}; the {wanted} plan of all was asked for"
     if overruled is not None:
-        gain = gain_of(winner.estimate, overruled.estimate)
+        best, ours = overruled.estimate.step_s, winner.estimate.step_high_s
         return (
             f"{advice}; but speed and links were timed here, and its best plan,"
-            f" {title(overruled.plan)}, is predicted {format_seconds(gain.seconds)} slower than"
-            f" this one, more than the {format_seconds(gain.doubt_s)} by which that may be wrong"
+            f" {title(overruled.plan)}, is predicted {format_seconds(best)}, which is more than the"
+            f" upper end of this one's range, {format_seconds(ours)}"
         )
     if not in_leaf(winner.plan, trace):
         if not winner.plan.updates_in_step:

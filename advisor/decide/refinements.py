@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from advisor.cost import CostModel
-from advisor.cost.gain import gain_of
 from advisor.decide import async_updates, gradient_comm, loss_chunks
 from advisor.decide.candidates import searched
 from advisor.decide.comparison import Kind, best_of, is_hybrid, kind
@@ -240,8 +239,8 @@ def look_outside_leaf(deciding: Deciding) -> None:
     """Find the fastest plan that the tree passes over, if it beats the winner by more than a tie.
 
     Other kinds may stay open in the comparison; this one is a plan that must not be missed. On
-    machines that were timed it is taken if it is faster beyond the range of the gain: the tree is
-    advice for machines in general.
+    machines that were timed it is taken if it is faster beyond the range of its estimate: the tree
+    is advice for machines in general.
     """
     winner, trace = deciding.winner, deciding.trace
     is_timed = deciding.costs.facts.cluster.is_timed
@@ -258,7 +257,7 @@ def look_outside_leaf(deciding: Deciding) -> None:
     if fastest is None:
         return
     deciding.open_kinds -= {kind(fastest.plan)}
-    if is_timed and gain_of(fastest.estimate, winner.estimate).is_sure:
+    if is_timed and fastest.estimate.step_high_s < winner.estimate.step_s:
         taken = _preferred_of([(s, s.rows) for s in deciding.searches], deciding.policy)
         assert taken is not None
         deciding.winner, deciding.fastest = taken.winner, taken.fastest

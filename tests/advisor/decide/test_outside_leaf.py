@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from advisor.cost import CostModel
-from advisor.cost.gain import gain_of
 from advisor.decide.candidates import legal_plans, searched
 from advisor.decide.choose import choose
 from advisor.decide.comparison import title
@@ -106,38 +105,27 @@ def test_the_tree_is_followed_unless_its_own_machines_were_timed() -> None:
     assert advised.dissent is not None
     assert advised.dissent.endswith("`--objective time` takes it")
     assert not in_leaf(timed.plan, timed.trace)
-    assert gain_of(timed.estimate, advised.estimate).is_sure
+    assert timed.estimate.step_high_s < advised.estimate.step_s
     assert timed.estimate.step_s <= 1.05 * by_time.estimate.step_s
     assert timed.dissent is not None
     assert timed.dissent.endswith("it is taken, as speed and links were timed here")
     assert any(title(advised.plan) in reason for reason in timed.reasons)
 
 
-def test_the_tree_is_followed_where_the_gain_is_inside_its_range() -> None:
-    """Two plans of a pipeline: one saves half of the replicas' step, the other a sixth."""
-    taken, cautious = (
-        choose(facts(SMALL, as_timed(gpus(2, 2, inter_bytes_per_s=rate)), batch=batch))
-        for rate, batch in ((25e9, 8), (20e9, 32))
-    )
-    assert not in_leaf(taken.plan, taken.trace)
-    assert in_leaf(cautious.plan, cautious.trace)
-    assert cautious.dissent is not None
-    assert cautious.dissent.endswith("`--objective time` takes it")
-
-
-def test_a_rate_that_both_plans_share_keeps_neither_from_being_taken() -> None:
-    """The pipeline is twice as fast at any speed of the device, which may be half or double."""
+def test_the_tree_is_followed_where_the_gain_is_inside_the_range() -> None:
+    """A pipeline that is twice as fast, of a speed that may be half of what was measured."""
     cluster = as_timed(gpus(2, 2, inter_bytes_per_s=25e9))
     doubt = {
-        name: getattr(cluster.device, name).model_copy(update={"relative_error": 0.5})
+        name: getattr(cluster.device, name).model_copy(update={"relative_error": 0.95})
         for name in ("matmul_fraction", "launch_s")
     }
     device = cluster.device.model_copy(update=doubt)
     rough = cluster.model_copy(update={"device": device})
-    sure, doubted = (choose(facts(SMALL, each, batch=8)) for each in (cluster, rough))
-    assert doubted.plan == sure.plan
-    assert not in_leaf(doubted.plan, doubted.trace)
-    assert doubted.estimate.step_high_s > sure.estimate.step_high_s
+    taken, cautious = (choose(facts(SMALL, each, batch=8)) for each in (cluster, rough))
+    assert not in_leaf(taken.plan, taken.trace)
+    assert in_leaf(cautious.plan, cautious.trace)
+    assert cautious.dissent is not None
+    assert cautious.dissent.endswith("`--objective time` takes it")
 
 
 def test_a_leaf_holds_the_rows_whose_own_plans_belong_to_it() -> None:
