@@ -106,12 +106,16 @@ def _shapes(args: Sequence[object]) -> _Shapes:
     return tuple(leaf.shape for leaf in args if isinstance(leaf, Tensor))
 
 
-class _FirstRun(TorchDispatchMode):
-    """Keeps the outputs of products."""
+class _Run(TorchDispatchMode):
+    """A forward of a block, whose products are looked at."""
 
     def __init__(self, products: _Products) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products = products
+
+
+class _FirstRun(_Run):
+    """Keeps the outputs of products."""
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -129,12 +133,8 @@ class _FirstRun(TorchDispatchMode):
         self._products.end()
 
 
-class _SecondRun(TorchDispatchMode):
+class _SecondRun(_Run):
     """Gives products the outputs that were kept; each once."""
-
-    def __init__(self, products: _Products) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._products = products
 
     def __torch_dispatch__(
         self, func: Operator, types: object, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -66,7 +66,7 @@ class GuardingMixin:
         self._is_unchecked = False
         if self._finite.is_on:
             unknown = torch.zeros((), device=self._world.device)
-            mean = self._loss_mean.finish(unknown)[0]
+            mean = self._loss_mean.of(self._finite.marked(unknown))
             self._finite.passes(mean, unknown, step=self.step + 1)
         self._compare_ranks_when_due()
 

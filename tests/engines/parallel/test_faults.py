@@ -42,6 +42,7 @@ def _stops_in_step_3(plan: str) -> str:
 
     def stop(*_: object) -> None:
         if parallel.step == 2 and dist.get_rank() == 1:
+            time.sleep(1.0)  # gloo sums the rows of the batch beside the forward
             os.kill(os.getpid(), signal.SIGSTOP)
 
     last = [each for each in parallel.module.modules() if any(True for _ in each.parameters(False))]
@@ -59,10 +60,7 @@ def test_a_rank_that_is_stopped_in_a_step_is_named_with_the_step_and_the_collect
 ) -> None:
     for text in answers(_stops_in_step_3, plan, ranks=_ranks(plan), without=(1,)):
         assert "rank 1 shows no sign of life: it is stopped, or its node is gone" in text
-        assert re.search(
-            r"rank \d is in step 3, (exchanging gradients|counting the rows of the batch) \(gloo:",
-            text,
-        ), text
+        assert re.search(r"rank \d is in step 3, exchanging gradients \(gloo:", text), text
         assert re.search(r"it was last seen in step [123]|last seen between two steps", text), text
 
 
