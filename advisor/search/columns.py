@@ -41,6 +41,8 @@ class Microbatches:
         self._space = space
         place = {unit.name: n for n, unit in enumerate(cache.costs.facts.model.units)}
         self._places = [place[name] for name in space.segments[1:]]
+        # The last unit of each segment: one of them ends each stage.
+        self.last_units = np.array([*self._places, len(place)]) - 1
         self._exact: dict[tuple[int, int, int, int, int], Microbatch] = {}
         self._extrapolated: dict[tuple[int, int, int, int], ExtrapolatedMicrobatch] = {}
 

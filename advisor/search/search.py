@@ -270,7 +270,8 @@ class Search:
             if bounds is self.bounds.step_s:
                 bound = self._with_borders_s(index)
             elif bounds is self._missing:
-                bound = max(bound, self._least_missing(index))
+                enough_bytes = self.usable_bytes + least[0]
+                bound = max(bound, self._least_missing(index, enough_bytes=enough_bytes))
             heappush(waiting, (bound, place, index))
         if len(left) and bounds[left[0]] * (1 - ROUNDING) <= least[0]:
             raise _TooMany

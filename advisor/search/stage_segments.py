@@ -81,6 +81,17 @@ class StageSegments:
         return self.work + self.copy * (kind.is_sharded and kind not in KEEPS_PARAMETERS)
 
 
+def backward_bytes(microbatch: Microbatch, stack: Stack) -> tuple[Floats, Floats]:
+    """Bytes that each unit takes while it runs its backward, besides saved ones, and of the copy of
+    its parameters that FSDP2 gathers for it."""
+    units, share = microbatch.units, microbatch.loads.compute_share
+    gradients = np.array([unit.gradient_bytes for unit in units])
+    copies = np.array([unit.parameter_bytes * unit.is_separate for unit in units])
+    made = share * (stack.states is None or not stack.accumulates_in_product)
+    counts = microbatch.counts.astype(int)
+    return np.repeat(microbatch.work + made * gradients, counts), np.repeat(share * copies, counts)
+
+
 def segments_of(
     microbatch: Microbatch, starts: Sequence[int], stack: Stack = TORCH
 ) -> StageSegments:
@@ -100,7 +111,7 @@ def segments_of(
     is_multiplied = np.array([unit.is_multiplied for unit in units])
     activations_sent, gradients_sent = microbatch.border_bytes
     has_copies = share != 1.0 and stack.states is None
-    made = share * (stack.states is None or not stack.accumulates_in_product)
+    work, copies = backward_bytes(microbatch, stack)
     return StageSegments(
         forward_s=summed(microbatch.unit_s[0]),
         backward_s=summed(microbatch.unit_s[1]),
@@ -109,8 +120,8 @@ def segments_of(
         root=summed(parameters * ~is_separate),
         saved=summed(microbatch.saved),
         cast=summed(parameters * is_multiplied * share * has_copies),
-        work=each(microbatch.work + made * gradients)[last],
-        copy=each(share * parameters * is_separate)[last],
+        work=work[last],
+        copy=copies[last],
         border_activations=np.pad(activations_sent, 1),
         border_gradients=np.pad(gradients_sent, 1),
         compute_share=share,

@@ -18,6 +18,7 @@ from advisor.cost.shared_cores import speedup_alone
 from advisor.cost.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
 from advisor.search.columns import Columns, unique
 from advisor.search.space import KINDS, SCHEDULES, Floats, Integers
+from advisor.search.stage_segments import backward_bytes
 from engines.plan import Plan, Schedule
 
 _NAIVE = SCHEDULES.index(Schedule.NAIVE)
@@ -180,6 +181,7 @@ def staged_peak_bytes(columns: Columns) -> Floats:
     of_block += states * columns.of(lambda g: g.block_share) * is_even
     saved = columns.of(lambda g: g.block_saved_bytes)
     of_stages = np.maximum(of_model / pp, _fullest_of_blocks(columns, blocks, of_block, saved))
+    of_stages += _ending_bytes(columns)
 
     in_round = np.where(space.schedule == _NAIVE, 1, space.microbatches)
     messages = np.full(len(space), message_bytes(stack) + workspace_bytes(device, stack))
@@ -224,6 +226,19 @@ class _Shares(NamedTuple):
     root: Floats
 
 
+def _ending_bytes(columns: Columns) -> Floats:
+    """Bytes that the last unit of a stage takes while it runs its backward, besides saved ones:
+    those of the segment where that is least, since each stage ends with one."""
+    last = columns.microbatches.last_units
+    least = []
+    for microbatch in columns.groups:
+        work, copies = backward_bytes(microbatch, columns.costs.stack)
+        least.append((work[last].min(), (work + copies)[last].min()))
+    alone, with_copy = np.array(least).T
+    gathers = (columns.gathers * columns.is_sharded).astype(bool)
+    return np.asarray(np.where(gathers, with_copy[columns.group], alone[columns.group]))
+
+
 def _fullest_of_blocks(columns: Columns, blocks: Floats, resident: Floats, saved: Floats) -> Floats:
     """Lower bound of the fullest rank's bytes of blocks, each with `resident` bytes, and `saved`
     bytes per microbatch in flight.
@@ -231,14 +246,14 @@ def _fullest_of_blocks(columns: Columns, blocks: Floats, resident: Floats, saved
     One microbatch is in flight on every rank (naive), all of a round (GPipe), or on the ranks at
     least 1, 2, ..., p of them (all others). In U bytes a rank with k microbatches has room for
     U / (resident + k saved) blocks, and all ranks must have room for all blocks:
-    U >= blocks / sum 1 / (resident + k saved). The sum is at most its first term plus an integral.
+    U >= blocks / sum 1 / (resident + k saved).
     """
     space = columns.space
     pp, schedule = space.pp, space.schedule
     most = -(-blocks // pp)
     equal = most * (resident + saved * np.where(schedule == _NAIVE, 1, space.microbatches))
-    first = np.maximum(resident + saved, 1.0)  # at least a byte
-    integral = np.log((resident + pp * saved + 1.0) / first)
-    room = 1 / first + np.divide(integral, saved, out=(pp - 1) / first, where=saved > 0)
+    room = np.zeros(len(pp))
+    for in_flight in range(1, int(pp.max(initial=0)) + 1):
+        room += (in_flight <= pp) / np.maximum(resident + in_flight * saved, 1.0)  # at least a byte
     is_equal = (schedule == _NAIVE) | (schedule == _GPIPE)
     return np.where(is_equal, equal, np.where(blocks > 0, blocks / room, 0.0))
