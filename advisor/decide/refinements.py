@@ -340,8 +340,12 @@ def _preferred_of(pool: Sequence[tuple[Search, Rows]], policy: Policy) -> _Taken
         smallest = (search.smallest(rows) for search, rows in pool)
         winner = min(filter(None, smallest), key=smallest_first, default=None)
         return _Taken(winner, winner) if winner else None
-    fastest_of_each = (search.fastest(rows) for search, rows in pool)
-    fastest = min(filter(None, fastest_of_each), key=fastest_first, default=None)
+    fastest: Candidate | None = None
+    for search, rows in pool:
+        # One as fast may be simpler, so equal times are not excluded.
+        below_s = np.nextafter(fastest.estimate.step_s, np.inf) if fastest else np.inf
+        of_space = search.fastest(rows, below_s=float(below_s))
+        fastest = min(filter(None, (fastest, of_space)), key=fastest_first, default=None)
     if fastest is None or policy.objective is not Objective.TREE:
         return _Taken(fastest, fastest) if fastest else None
     limit_s = tie_limit_s(fastest.estimate.step_s, policy)
