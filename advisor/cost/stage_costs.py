@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import overload
 
 from advisor.cost.borders import Border, retained_over
@@ -13,6 +14,7 @@ from advisor.cost.exposed import overlaps_gathers
 from advisor.cost.loads import Loads
 from advisor.cost.replay import backward, forward
 from advisor.cost.stage import StageCost
+from advisor.cost.stage_host import pass_s, repeated_s, split_s
 from advisor.cost.stage_memory import chunk_of
 from engines.plan import DataParallel, Plan
 
@@ -59,7 +61,20 @@ class StageCosts(Sequence[StageCost]):
             self._alike[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
         alike = self._alike[key]
         added = alike.computing.added.total * (plan.forwards - 1) / plan.forwards
-        return replace(alike, part=part, backward_s=alike.backward_s + added)
+        device = model.facts.cluster.device
+        again_s = self._repeated_s if stage else 0.0
+        return replace(
+            alike,
+            part=part,
+            forward_s=alike.forward_s + again_s + pass_s(device),
+            backward_s=alike.backward_s + added + pass_s(device),
+            host_s=again_s + 2 * pass_s(device),
+            split_s=split_s(part, device),
+        )
+
+    @cached_property
+    def _repeated_s(self) -> float:
+        return repeated_s(self._model, self._plan)
 
 
 def _stage(

@@ -18,7 +18,7 @@ from advisor.cost.ledger import Ledger
 from advisor.cost.loads import combined
 from advisor.cost.memory import Peak, shard_degree
 from advisor.cost.offload import filed_s
-from advisor.cost.orders import SPLITS_BACKWARD, InFlight, moments, stages_of
+from advisor.cost.orders import SPLITS_BACKWARD, InFlight, moments_of, stages_of
 from advisor.cost.pipeline import Played, StageTimes, sends_late
 from advisor.cost.shared_cores import play_on_cores, slowest_s
 from advisor.cost.small_collectives import small_collectives_s, summed_s
@@ -57,14 +57,14 @@ class StageLayout:
 
     def in_flight(self, rank: int) -> tuple[InFlight, ...]:
         """Microbatches in flight on a rank at the fullest moments of a round."""
-        by_rank = moments(
+        return moments_of(
             self.schedule,
+            rank,
             ranks=len(self.own),
             stages=len(self.stages),
             microbatches=self.in_round,
             whole=self.whole,
         )
-        return by_rank[rank]
 
     @property
     def splits(self) -> frozenset[int]:
@@ -110,7 +110,7 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
     wall = late + again * between + last + unhidden_s
     together_s = layout.in_round * sum(times.busy_s[stage] for stage in layout.own[busiest])
     share = played.busy_s[busiest] / together_s if together_s else 1.0
-    busy = _busy(layout.of(busiest), plan.forwards).times(share)
+    busy = _busy(layout, busiest, plan.forwards).times(share)
     inside = layout.rounds * played.busy_s[busiest] - busy.total
     waited = again * tails[busiest].round_s + tails[busiest].last_s + unhidden_s + late
     exposed = max(0.0, inside) + waited
@@ -251,12 +251,13 @@ def _times(layout: StageLayout) -> StageTimes:
     schedule, stages = layout.schedule, layout.stages
     backward_s, weight_s = [], []
     for number, stage in enumerate(stages):
+        host_s = stage.split_s if number in layout.splits else 0.0
         again = sum(t.count * (t.recompute_s + t.recompute_launch_s) for t in stage.computing.times)
         split = 0.0
         if schedule in SPLITS_BACKWARD and number not in layout.whole:
             split = stage.backward_s if number == 0 else (stage.backward_s - again) / 2
         backward_s.append(stage.backward_s - split)
-        weight_s.append(split)
+        weight_s.append(split + host_s)
     return StageTimes(
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(backward_s),
@@ -336,12 +337,15 @@ def tied_s(plan: Plan, ties: Sequence[TiedParameter], rank: int, ledger: Ledger)
     )
 
 
-def _busy(stages: Sequence[StageCost], forwards: int) -> Busy:
+def _busy(layout: StageLayout, rank: int, forwards: int) -> Busy:
+    stages = layout.of(rank)
     parts = [busy_s(stage.computing, forwards) for stage in stages]
+    host_s = sum(stage.host_s for stage in stages)
+    host_s += sum(layout.stages[n].split_s for n in layout.own[rank] if n in layout.splits)
     return Busy(
         compute_s=sum(part.compute_s for part in parts),
         recompute_s=sum(part.recompute_s for part in parts),
-        launch_s=sum(part.launch_s for part in parts),
+        launch_s=sum(part.launch_s for part in parts) + forwards * host_s,
     )
 
 
