@@ -125,15 +125,17 @@ def send_from_first(
     """Broadcast the tensors of the rank at position `source` in `group`, its first by default, to
     all ranks of it; None: to all ranks."""
     bucket: list[Tensor] = []
+    nbytes = 0
     for tensor in tensors:
         if tensor.is_meta:
             continue  # every rank fills it from the same weights
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
             continue  # expanded: elements share memory, which cannot be written
         bucket.append(tensor.detach())
-        if sum(t.nbytes for t in bucket) >= BUCKET_BYTES:
+        nbytes += tensor.nbytes
+        if nbytes >= BUCKET_BYTES:
             _broadcast(bucket, device, group, source)
-            bucket = []
+            bucket, nbytes = [], 0
     _broadcast(bucket, device, group, source)
 
 
@@ -146,18 +148,17 @@ def _broadcast(
     """All of `tensors` in one message of bytes, whatever their dtypes."""
     if not tensors:
         return
+    # Larger elements first, so that every part lies on the boundary of its dtype.
+    tensors = sorted(tensors, key=lambda tensor: -tensor.element_size())
     staged = torch.cat([_as_bytes(tensor).to(device) for tensor in tensors])
     dist.broadcast(staged, group=group, group_src=source)
-    sizes = [tensor.nbytes for tensor in tensors]
-    for tensor, part in zip(tensors, staged.split(sizes), strict=True):
-        _write(tensor, part)
+    parts = staged.split([tensor.nbytes for tensor in tensors])
+    received = [
+        part.view(tensor.dtype).reshape(tensor.shape)
+        for tensor, part in zip(tensors, parts, strict=True)
+    ]
+    torch._foreach_copy_(tensors, received)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _write(tensor: Tensor, received: Tensor) -> None:
-    """Write received bytes into `tensor`, in its own dtype, shape and place."""
-    aligned = received.clone()  # a part of a message need not lie on the dtype's boundary
-    tensor.copy_(aligned.view(tensor.dtype).reshape(tensor.shape))
