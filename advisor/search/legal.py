@@ -17,7 +17,7 @@ import numpy as np
 from advisor.cost import CostModel
 from advisor.inputs.facts import Facts, captured
 from advisor.inputs.policy import Policy
-from advisor.inputs.stacks import styles_under
+from advisor.inputs.stacks import is_of_engines, styles_under
 from advisor.search.space import (
     COLUMNS,
     KINDS,
@@ -94,8 +94,13 @@ def styles_of(facts: Facts, *, by_tokens: bool | None = None) -> Styles:
     """Tensor styles that follow from the model's profile and the stack.
 
     Args:
-        by_tokens: `sequence_parallel` of the plan; None: as the stack does.
+        by_tokens: `sequence_parallel` of the plan; None: as the stack does. Our engines split
+            blocks by tokens wherever they can on accelerators, as torchtitan and Megatron-LM do:
+            it sends the same bytes and saves less (arXiv:2205.05198). gloo's reduce-scatter sends
+            as much as a whole all-reduce, so that layers alone are split on processors.
     """
+    if by_tokens is None and is_of_engines(facts.stack):
+        by_tokens = facts.cluster.device.kind != "cpu"
 
     def styles(tp: int) -> tuple[tuple[str, str], ...]:
         layers = proposed_styles(facts.model, tp)

@@ -21,6 +21,7 @@ from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
 from engines.tensor.tie_rules import joined, owner
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.token_borders import with_borders
+from engines.tensor.token_rules import pairs_take_one_tensor
 from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
 from engines.tensor.variants import Styles, sequence_variants, variants
@@ -117,8 +118,9 @@ def propose_styles(
             key = kind.paths[0], whole.get(path, frozenset())
             if key not in known:
                 trial = _Trial(rules[key[0]], size=size, whole=key[1])
+                tokens = by_tokens and pairs_take_one_tensor(profile, key[0])
                 with _on_fakes(model, sample) if shapes_only else nullcontext():
-                    trial.run(model, kind, by_tokens=by_tokens, shapes_only=shapes_only)
+                    trial.run(model, kind, by_tokens=tokens, shapes_only=shapes_only)
                 known[key] = trial
             trial, unit = known[key], model.get_submodule(path)
             styles.update({joined(path, inner): style for inner, style in trial.styles.items()})

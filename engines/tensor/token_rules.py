@@ -73,6 +73,8 @@ def _joined(model: ModelProfile, unit: UnitProfile, pairs: Pairs, tp: int) -> li
     """Modules of a block that take whole sequences; None if it cannot be split by tokens."""
     if not unit.is_block or unit.experts or _why_unequal(model, unit.name, tp):
         return None
+    if not pairs_take_one_tensor(model, unit.name):
+        return None
     kinds = {}
     for layer in layers_of(unit):
         path = joined(unit.name, layer.path)
@@ -83,6 +85,22 @@ def _joined(model: ModelProfile, unit: UnitProfile, pairs: Pairs, tp: int) -> li
         return None
     split = [pair for pair in pairs_of(model, unit.name) if pair.columns[0] in kinds]
     return [place for pair in split for place in join_places(pair)]
+
+
+def pairs_take_one_tensor(model: ModelProfile, unit: str) -> bool:
+    """True if the columns of each pair take the same tensor.
+
+    Where a decoder attends to an encoder, queries and keys are made of different ones, and the
+    gradient of the second would have a part on every rank.
+    """
+    sources = {
+        layer.path: layer.sources
+        for each in split_units(model)
+        if each.name == unit
+        for layer in layers_of(each)
+    }
+    pairs = pairs_of(model, unit)
+    return all(len({sources[path] for path in pair.columns}) == 1 for pair in pairs)
 
 
 def why_whole_tokens(model: ModelProfile, tp: int) -> str:
