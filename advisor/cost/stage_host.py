@@ -34,10 +34,10 @@ def split_s(part: Loads, device: Device) -> float:
 
 
 def repeated_s(model: CostContext, plan: Plan) -> float:
-    """Seconds of what every stage after the first runs again in a forward."""
-    if model.facts.cluster.device.kind != "cpu":
-        return 0.0
+    """Seconds of what every stage after the first runs again in a forward; 0 without a flow."""
     flow, loads = model.facts.model.flow, model.loads(plan)
+    if model.facts.cluster.device.kind != "cpu" or not flow.calls:
+        return 0.0
     on_parameters = {
         call.unit
         for call in flow.calls
