@@ -71,6 +71,8 @@ def split_rows(batch: Batch, sizes: Sequence[int], dims: Dims | None = None) -> 
     rows = batch_size(batch, dims)
     if sum(sizes) != rows:
         raise BatchError(f"{rows} rows cannot be cut into {' + '.join(map(str, sizes))}")
+    if len(sizes) == 1:
+        return [batch]
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [_part(batch, dims, s, size) for s, size in zip(starts, sizes, strict=True)]
 

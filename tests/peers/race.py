@@ -126,7 +126,7 @@ def race(
     """
     subject = SUBJECTS[name]
     attempts: list[Attempt] = []
-    left_out: dict[str, str] = dict.fromkeys(without, "it ended or stopped the whole job")
+    left_out: dict[str, str] = dict.fromkeys(without, "it ended or stopped a job on this link")
     for script in scripts_of(job.nodes):
         if script in left_out:
             continue

@@ -133,7 +133,11 @@ def measure(
                 subject=first.subject, script=stuck, limit_bytes=0, left_out="it stopped the job"
             )
         else:
-            left[0] = first.model_copy(update={"without": (*first.without, stuck)})
+            # Three minutes went by: it is not given another model to stop.
+            left = [
+                task if task.script else task.model_copy(update={"without": (*task.without, stuck)})
+                for task in left
+            ]
 
 
 def _start(link: Link, folder: Path, *, timeout_s: float) -> str:
