@@ -260,12 +260,18 @@ def compare(
     return PlanVerdict.SLOWER, because
 
 
-def signed_percent(fraction: float) -> str:
-    """Format a fraction as a percentage with its sign, also if it rounds to zero.
+_AS_MULTIPLE = 2.0
 
-    >>> signed_percent(-0.014)
-    '-1.4%'
+
+def signed_percent(fraction: float) -> str:
+    """Format a fraction as a percentage with its sign, also if it rounds to zero; as a multiple
+    from three times as much on.
+
+    >>> signed_percent(-0.014), signed_percent(17.6)
+    ('-1.4%', '18.6x')
     """
+    if fraction >= _AS_MULTIPLE:
+        return f"{1 + fraction:.1f}x"
     return ("-" if fraction < 0 else "+") + format_percent(abs(fraction))
 
 
