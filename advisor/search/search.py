@@ -267,6 +267,8 @@ class Search:
             if place == len(shown) or bound * (1 - ROUNDING) > least[0]:
                 break
             index = int(shown[place])
+            if fits and self._exceeds(index):
+                continue
             if bounds is self.bounds.step_s:
                 bound = self._with_borders_s(index)
             elif bounds is self._missing:
@@ -276,6 +278,14 @@ class Search:
         if len(left) and bounds[left[0]] * (1 - ROUNDING) <= least[0]:
             raise _TooMany
         return best
+
+    def _exceeds(self, index: int) -> bool:
+        """Return True if arithmetic shows that a row exceeds memory; its bound is raised."""
+        if index not in self._weighed and index not in self._may_fit_with_borders:
+            nbytes = self._stages.several_peak_bytes(self.space, index)
+            missing = nbytes * (1 - ROUNDING) - self.usable_bytes
+            self._missing[index] = max(self._missing[index], missing)
+        return bool(self._missing[index] > 0)
 
     def _cannot_fit(self, index: int) -> bool:
         """Return True if a row exceeds memory with its best borders; its bound is raised."""
@@ -304,6 +314,8 @@ class Search:
             for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
                 if self.bounds.step_s[index] * (1 - ROUNDING) > least_s:
                     break
+                if self._exceeds(int(index)):
+                    continue
                 step_s = self._with_borders_s(int(index))
                 if step_s * (1 - ROUNDING) > least_s or self._cannot_fit(int(index)):
                     continue

@@ -33,6 +33,7 @@ from advisor.search.borders import (
     spans,
 )
 from advisor.search.cache import SearchCache
+from advisor.search.rank_peaks import RankPeaks
 from advisor.search.space import KINDS, SCHEDULES, Floats, Space
 from advisor.search.stage_segments import StageSegments, segments_of
 from engines.plan import PartialPlan, Plan, Schedule
@@ -73,6 +74,7 @@ class StageSearch:
         self._segments: dict[tuple[object, ...], StageSegments] = {}
         self._states: dict[tuple[int, int], float] = {}
         self._sends: dict[tuple[float, int], float] = {}
+        self._rank_peaks = RankPeaks(cache)
 
     def plan(self, space: Space, index: int) -> Plan:
         """Plan of a row, with its best borders."""
@@ -87,6 +89,9 @@ class StageSearch:
         """
         if space.pp[index] == 1 or self._pinned:
             return 0.0
+        least = self.several_peak_bytes(space, index)
+        if least > enough_bytes:
+            return least
         plan = self.plan(space, index)
         layout = laid_out(self._costs, plan)
         # Both ends of the pipeline, which have embeddings, logits and most microbatches.
@@ -97,6 +102,14 @@ class StageSearch:
             if most > enough_bytes:
                 break
         return most
+
+    def several_peak_bytes(self, space: Space, index: int) -> float:
+        """Lower bound of the peak's upper end where ranks have several stages, by arithmetic; 0 if
+        they have one."""
+        has_several = space.pp[index] > 1 and space.per_rank[index] > 1
+        if not has_several or self._pinned or self._costs.stack.states is not None:
+            return 0.0
+        return self._rank_peaks.least_bytes(space, index, self._best_borders(space, index).names)
 
     def least_rounds_s(self, space: Space, index: int) -> float:
         """Lower bound of a row's rounds with its borders; 0 if nothing is known.

@@ -129,6 +129,8 @@ def assert_bounded(
         assert bounds.peak_high_bytes[index] <= high * (1 + ROUNDING), str(candidate.plan)
         with_borders = stages.least_peak_bytes(search.space, index)
         assert with_borders <= high * (1 + ROUNDING), str(candidate.plan)
+        by_arithmetic = stages.several_peak_bytes(search.space, index)
+        assert by_arithmetic <= high * (1 + ROUNDING), str(candidate.plan)
         rounding = ROUNDING * cost.step_s
         assert bounds.step_s[index] <= cost.step_s + rounding, str(candidate.plan)
         assert search.with_borders(index)[0] <= cost.step_s + rounding, str(candidate.plan)
