@@ -20,6 +20,7 @@ Places = NDArray[np.int64]
 """Numbers of segments that stages may begin with, from 0 to the number of all, where they end."""
 Matrix = NDArray[np.float64]
 """[i, j]: of a stage of segments i, ..., j - 1; n + 1 rows and columns for n segments."""
+Window = tuple[slice, slice]
 
 # Sums of seconds in another order differ in the last digits: such times count as equal.
 _ROUNDING = 1e-9
@@ -104,8 +105,14 @@ def cut(
     spare = segments - stages + 1
     ends = [np.arange(k, k + spare) for k in range(stages + 1)]
     windows = [(slice(k, k + spare), slice(k + 1, k + 1 + spare)) for k in range(stages)]
-    parts = [(seconds[w], resident[w], saved[w]) for w in windows]
-    return _cut(parts, ends, in_flight=in_flight, usable_bytes=usable_bytes)
+    filled = np.where(np.tri(segments + 1, dtype=bool), np.inf, resident)
+    if len(set(in_flight)) == 1:
+        # Stages differ only in their window.
+        each = [seconds], [filled + in_flight[0] * saved]
+        return _cut(*each, [(0, window) for window in windows], ends, usable_bytes=usable_bytes)
+    times = [seconds[window] for window in windows]
+    nbytes = [filled[w] + n * saved[w] for w, n in zip(windows, in_flight, strict=True)]
+    return _cut(times, nbytes, _whole(stages), ends, usable_bytes=usable_bytes)
 
 
 def refined(
@@ -134,49 +141,58 @@ def refined(
         for stage, start in enumerate(best.starts, 1):
             ends.append(np.unique((start + offsets).clip(stage, segments - stages + stage)))
         ends.append(np.array([segments]))
-        parts = [entries(rows, columns) for rows, columns in pairwise(ends)]
-        best = _cut(parts, ends, in_flight=in_flight, usable_bytes=usable_bytes)
+        times, nbytes = [], []
+        for n, (rows, columns) in zip(in_flight, pairwise(ends), strict=True):
+            seconds, resident, saved = entries(rows, columns)
+            times.append(seconds)
+            # Stages have at least one segment.
+            is_stage = columns[None, :] > rows[:, None]
+            nbytes.append(np.where(is_stage, resident + n * saved, np.inf))
+        best = _cut(times, nbytes, _whole(stages), ends, usable_bytes=usable_bytes)
         if step == 1 and (best.seconds, best.nbytes) >= (before.seconds, before.nbytes):
             return best
 
 
 def _cut(
-    parts: Sequence[tuple[Matrix, Matrix, Matrix]],
+    seconds: Sequence[Matrix],
+    nbytes: Sequence[Matrix],
+    windows: Sequence[tuple[int, Window]],
     ends: Sequence[Places],
     *,
-    in_flight: Sequence[int],
     usable_bytes: float,
 ) -> StageCut:
     """Cut at the best of `ends`: stage k begins at one of `ends[k]` and ends at one of the next.
 
     Args:
-        parts: entries of `seconds`, `resident` and `saved` for every stage.
+        seconds, nbytes: of stages; infinite bytes where there is none.
+        windows: for every stage the number of its matrices, and its part of them.
     """
-    # Stages have at least one segment.
-    is_stage = [columns[None, :] > rows[:, None] for rows, columns in pairwise(ends)]
-    nbytes = [
-        np.where(is_one, resident + n * saved, np.inf)
-        for is_one, n, (_, resident, saved) in zip(is_stage, in_flight, parts, strict=True)
-    ]
-    within = [
-        np.where(is_one & (one <= usable_bytes), seconds, np.inf)
-        for is_one, one, (seconds, _, _) in zip(is_stage, nbytes, parts, strict=True)
-    ]
-    fastest, places = _least(within)
+
+    def of_stages(matrices: Sequence[Matrix]) -> list[Matrix]:
+        return [matrices[number][window] for number, window in windows]
+
+    pairs = list(zip(seconds, nbytes, strict=True))
+    within = [np.where(one <= usable_bytes, times, np.inf) for times, one in pairs]
+    fastest, places = _least(of_stages(within))
     if fastest < np.inf:
         limit = fastest * (1 + _ROUNDING)
         even = [
             np.where(times <= limit, one, np.inf) for times, one in zip(within, nbytes, strict=True)
         ]
-        _, places = _least(even)
+        _, places = _least(of_stages(even))
     else:
-        _, places = _least(nbytes)
-    chosen = list(zip(parts, nbytes, pairwise([0, *places, -1]), strict=True))
+        _, places = _least(of_stages(nbytes))
+    chosen = list(pairwise([0, *places, -1]))
     return StageCut(
         starts=tuple(int(ends[k][place]) for k, place in enumerate(places, 1)),
-        seconds=float(max(seconds[i, j] for (seconds, _, _), _, (i, j) in chosen)),
-        nbytes=float(max(one[i, j] for _, one, (i, j) in chosen)),
+        seconds=max(float(one[at]) for one, at in zip(of_stages(seconds), chosen, strict=True)),
+        nbytes=max(float(one[at]) for one, at in zip(of_stages(nbytes), chosen, strict=True)),
     )
+
+
+def _whole(stages: int) -> list[tuple[int, Window]]:
+    """Windows of stages with matrices of their own."""
+    return [(stage, (slice(None), slice(None))) for stage in range(stages)]
 
 
 def _least(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
@@ -185,14 +201,11 @@ def _least(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
     Entry [i, j] of stage k is the cost from the i-th place where it may begin to the j-th where the
     next one may.
     """
-    best = costs[0][0]
-    before = []
+    best = [costs[0][0]]
     for cost in costs[1:]:
-        reached = np.maximum(best[:, None], cost)
-        before.append(reached.argmin(axis=0))
-        best = reached[before[-1], np.arange(reached.shape[1])]
+        best.append(np.minimum.reduce(np.maximum(best[-1][:, None], cost), axis=0))
     end, places = -1, []
-    for choice in reversed(before):
-        end = int(choice[end])
+    for before, cost in zip(reversed(best[:-1]), reversed(costs[1:]), strict=True):
+        end = int(np.maximum(before, cost[:, end]).argmin())
         places.append(end)
-    return float(best[-1]), places[::-1]
+    return float(best[-1][-1]), places[::-1]
