@@ -10,7 +10,7 @@ torch's own source and that of the libraries; any other is measured by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from profiles.errors import InputError, UnknownNameError
@@ -139,8 +139,16 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
     Raises:
         InputError: the state follows shapes, and the profile of the model has none.
     """
-    units = [unit for unit in units if unit.trainable_parameters]
-    tensors = sum(count for unit in units for _, count in _tensor_bytes(unit))
+    units = list(units)
+    # Equal units of a model share an object: each is looked at once.
+    alike = Counter(map(id, units))
+    trained = {id(unit): unit for unit in units if unit.trainable_parameters}
+    units = [unit for unit in units if id(unit) in trained]
+    sizes: Counter[float] = Counter()
+    for number, unit in trained.items():
+        for size_bytes, count in _tensor_bytes(unit):
+            sizes[size_bytes] += count * alike[number]
+    tensors = sizes.total()
     operations = tensors * optimizer.moved_bytes_per_element / PASS_BYTES
     if optimizer.units is not None:
         measured = [optimizer.units[unit.name] for unit in units if unit.name in optimizer.units]
@@ -155,7 +163,8 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
             list_bytes=working,
         )
     if optimizer.law is Law.ELEMENTWISE:
-        return _elementwise(optimizer, units, shards, operations)
+        total = sum(unit.gradient_bytes for unit in units) / shards
+        return _elementwise(optimizer, total, sizes, shards, operations)
     steps = [
         (step, shape.count)
         for unit in units
@@ -178,14 +187,13 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
 
 
 def _elementwise(
-    optimizer: OptimizerProfile, units: Sequence[UnitProfile], shards: int, operations: float
+    optimizer: OptimizerProfile,
+    total: float,
+    sizes: Mapping[float, int],
+    shards: int,
+    operations: float,
 ) -> Upkeep:
     """Bytes of the parameters are all that counts: gradients have as many."""
-    total = sum(unit.gradient_bytes for unit in units) / shards
-    sizes: Counter[float] = Counter()
-    for unit in units:
-        for size_bytes, count in _tensor_bytes(unit):
-            sizes[size_bytes] += count
     loop = _loop_bytes([(plain_step(optimizer, n / shards), count) for n, count in sizes.items()])
     copies = optimizer.list_copies
     return Upkeep(
