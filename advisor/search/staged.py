@@ -252,8 +252,11 @@ def _fullest_of_blocks(columns: Columns, blocks: Floats, resident: Floats, saved
     pp, schedule = space.pp, space.schedule
     most = -(-blocks // pp)
     equal = most * (resident + saved * np.where(schedule == _NAIVE, 1, space.microbatches))
-    room = np.zeros(len(pp))
-    for in_flight in range(1, int(pp.max(initial=0)) + 1):
-        room += (in_flight <= pp) / np.maximum(resident + in_flight * saved, 1.0)  # at least a byte
-    is_equal = (schedule == _NAIVE) | (schedule == _GPIPE)
+    is_equal = np.isin(schedule, (_NAIVE, _GPIPE))
+    room = np.ones(len(pp))
+    for ranks in np.unique(pp[~is_equal]):
+        rows = np.flatnonzero((pp == ranks) & ~is_equal)
+        own, each = resident[rows], saved[rows]
+        in_flight = range(1, int(ranks) + 1)
+        room[rows] = sum(1 / np.maximum(own + n * each, 1.0) for n in in_flight)  # at least a byte
     return np.where(is_equal, equal, np.where(blocks > 0, blocks / room, 0.0))
