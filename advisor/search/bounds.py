@@ -16,7 +16,7 @@ from advisor.inputs.policy import Policy
 from advisor.search.cache import SearchCache
 from advisor.search.columns import Columns, Microbatches
 from advisor.search.space import Floats, Space
-from advisor.search.staged import staged_peak_bytes, staged_time
+from advisor.search.staged import busiest_blocks, staged_peak_bytes, staged_time
 from advisor.search.whole import moved_s, whole_time
 from advisor.search.whole_peak import whole_peak_bytes
 from engines.plan import Offload
@@ -65,7 +65,7 @@ def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
             continue
         columns = Columns(space.part(rows), microbatches)
         if not is_whole:
-            staged = staged_time(columns)
+            staged = staged_time(columns, busiest_blocks(columns, usable))
             bounds.step_s[rows] = staged.step_s + overhead_s
             bounds.settling_s[rows] = staged.settling_s
             bounds.besides_s[rows] = staged.besides_s + overhead_s

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from advisor.cost.buffers import KEEPS_PARAMETERS
-from advisor.cost.memory import upper_end, workspace_bytes
+from advisor.cost.memory import room_bytes, upper_end, workspace_bytes
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD
 from advisor.cost.round_shares import RoundShares, round_shares
 from advisor.cost.shared_cores import speedup_alone
@@ -26,6 +26,10 @@ _GPIPE = SCHEDULES.index(Schedule.GPIPE)
 _ONE_F_ONE_B = SCHEDULES.index(Schedule.ONE_F_ONE_B)
 _ZBV = SCHEDULES.index(Schedule.ZBV)
 _ONE_STAGE = [SCHEDULES.index(schedule) for schedule in ONE_STAGE]
+# One microbatch less in flight on each rank after the first.
+_ONE_LESS_EACH = [_ONE_F_ONE_B, SCHEDULES.index(Schedule.ZERO_BUBBLE)]
+# Quotients of sums in another order differ in the last digits.
+_ROUNDING = 1e-9
 _SPLITS = [SCHEDULES.index(schedule) for schedule in SPLITS_BACKWARD]
 
 
@@ -42,8 +46,12 @@ class StagedTime(NamedTuple):
     besides_s: Floats
 
 
-def staged_time(columns: Columns) -> StagedTime:
-    """Seconds of the pipeline's rounds, of reductions after each, and of the update."""
+def staged_time(columns: Columns, busiest: Floats) -> StagedTime:
+    """Seconds of the pipeline's rounds, of reductions after each, and of the update.
+
+    Args:
+        busiest: see `busiest_blocks`.
+    """
     space, overlaps = columns.space, columns.costs.overlaps
     pp, is_naive = space.pp, space.schedule == _NAIVE
     in_round = np.where(is_naive, 1, space.microbatches)
@@ -56,7 +64,7 @@ def staged_time(columns: Columns) -> StagedTime:
     forward = _overlapped(forward, every * gather, overlaps) + every * root
     backward = _overlapped(backward, every * gather, overlaps)
 
-    one_round, working = _round_s(columns, forward, backward, in_round)
+    one_round, working = _round_s(columns, forward, backward, in_round, busiest)
     alone = speedup_alone(columns.costs.facts.cluster)
     if alone > 1:
         # A rank is faster while those that share its cores wait, but the cores do all of the work.
@@ -83,11 +91,11 @@ def _overlapped(computing: Floats, sent: Floats, overlaps: bool) -> Floats:
 
 
 def _round_s(
-    columns: Columns, forward: Floats, backward: Floats, microbatches: Integers
+    columns: Columns, forward: Floats, backward: Floats, microbatches: Integers, blocks: Floats
 ) -> tuple[Floats, Floats]:
     """Seconds of one round, by schedule, and until the average rank is done.
 
-    `forward` and `backward` are of the whole model.
+    `forward` and `backward` are of the whole model, `blocks` the busiest rank's.
     """
     space = columns.space
     pp, schedule = space.pp, space.schedule
@@ -99,7 +107,6 @@ def _round_s(
     # Where ranks are idle while they receive, transfers are as good as work.
     waits = is_one_each | (not columns.costs.overlaps)
     through, passed = forward + backward, forward + backward + waits * sends
-    blocks = -(-columns.of(lambda g: g.blocks) // pp)
     slowest_forward = np.maximum(
         (forward + waits * sends / 2) / pp, blocks * columns.of(lambda g: g.block_s[0])
     )
@@ -157,10 +164,27 @@ def _one_f_one_b_s(through: Floats, share: Floats, pp: Integers, microbatches: I
     return np.asarray(through + through / total[inverse])
 
 
-def staged_peak_bytes(columns: Columns) -> Floats:
-    """Upper end of the fullest rank's memory when a backward begins."""
+class StagedBytes(NamedTuple):
+    """Bytes of a pipeline's ranks when a backward begins, as far as they do not depend on borders.
+
+    Attributes:
+        of_model: of the whole model, on all ranks together.
+        of_block: of the smallest block, besides `saved` for each of its microbatches in flight.
+        blocks: in the model.
+        besides: on every rank.
+    """
+
+    of_model: Floats
+    of_block: Floats
+    saved: Floats
+    blocks: Floats
+    besides: Floats
+
+
+def staged_bytes(columns: Columns) -> StagedBytes:
+    """Sums over the units of each row's microbatch."""
     space, facts, stack = columns.space, columns.costs.facts, columns.costs.stack
-    device, pp = facts.cluster.device, space.pp
+    device = facts.cluster.device
     shares = _shares(columns)
     # Which stage has what stays whole is open.
     states = columns.states_bytes() * shares.optimizer * (not columns.costs.has_whole)
@@ -173,24 +197,53 @@ def staged_peak_bytes(columns: Columns) -> Floats:
         buffers = buffers * (space.schedule == _ONE_F_ONE_B)
         of_model += buffers * columns.of(lambda g: read_out_bytes(g.loads))
 
-    blocks = columns.of(lambda g: g.blocks)
     # States of a block are proportional to its gradients, unless its experts have other copies.
     is_even = facts.workload.optimizer.is_elementwise & ((space.ep == 1) | ~columns.is_sharded)
     of_block = columns.of(lambda g: g.block_bytes[0]) * shares.of_parameters
     of_block += columns.of(lambda g: g.block_bytes[1]) * shares.gradients
     of_block += states * columns.of(lambda g: g.block_share) * is_even
-    saved = columns.of(lambda g: g.block_saved_bytes)
-    of_stages = np.maximum(of_model / pp, _fullest_of_blocks(columns, blocks, of_block, saved))
-    of_stages += _ending_bytes(columns)
 
     in_round = np.where(space.schedule == _NAIVE, 1, space.microbatches)
-    messages = np.full(len(space), message_bytes(stack) + workspace_bytes(device, stack))
+    besides = np.full(len(space), message_bytes(stack) + workspace_bytes(device, stack))
     if stack.states is None:
         borders = in_round * (2 * space.per_rank - 1)
-        messages += borders * columns.of(lambda g: g.least_received_bytes)
+        besides += borders * columns.of(lambda g: g.least_received_bytes)
     batch = facts.model.batch_bytes
-    local = batch.fixed + batch.per_sample * space.microbatch_size * space.forwards
-    return upper_end(of_stages + messages + local + facts.model.buffer_bytes, device)
+    besides += batch.fixed + batch.per_sample * space.microbatch_size * space.forwards
+    besides += facts.model.buffer_bytes + _ending_bytes(columns)
+    saved = columns.of(lambda g: g.block_saved_bytes)
+    return StagedBytes(of_model, of_block, saved, columns.of(lambda g: g.blocks), besides)
+
+
+def staged_peak_bytes(columns: Columns) -> Floats:
+    """Upper end of the fullest rank's memory when a backward begins."""
+    amounts = staged_bytes(columns)
+    of_stages = np.maximum(
+        amounts.of_model / columns.space.pp, _fullest_of_blocks(columns, amounts)
+    )
+    return upper_end(of_stages + amounts.besides, columns.costs.facts.cluster.device)
+
+
+def busiest_blocks(columns: Columns, usable_bytes: float) -> Floats:
+    """Least number of blocks of the busiest rank, for borders that fit `usable_bytes`.
+
+    With one stage per rank and one microbatch in flight on the last rank, two on the one before and
+    so on, a rank with k of them has room for c_k blocks. The busiest has at least those that the j
+    ranks with the least room leave to the others: T >= (blocks - c_p - ... - c_(p-j+1)) / (p - j).
+    """
+    space, amounts = columns.space, staged_bytes(columns)
+    least = np.ceil(amounts.blocks / space.pp)
+    takes_turns = (space.per_rank == 1) & np.isin(space.schedule, _ONE_LESS_EACH)
+    room = room_bytes(usable_bytes, columns.costs.facts.cluster.device) - amounts.besides
+    for ranks in np.unique(space.pp[takes_turns]):
+        rows = np.flatnonzero((space.pp == ranks) & takes_turns)
+        left, most = amounts.blocks[rows], least[rows]
+        for in_flight in range(int(ranks), 1, -1):
+            each = np.maximum(amounts.of_block[rows] + in_flight * amounts.saved[rows], 1.0)
+            left = left - np.floor(np.maximum(room[rows], 0.0) / each * (1 + _ROUNDING))
+            most = np.maximum(most, left / (in_flight - 1))
+        least[rows] = np.ceil(most * (1 - _ROUNDING))
+    return least
 
 
 def _shares(columns: Columns) -> _Shares:
@@ -239,16 +292,16 @@ def _ending_bytes(columns: Columns) -> Floats:
     return np.asarray(np.where(gathers, with_copy[columns.group], alone[columns.group]))
 
 
-def _fullest_of_blocks(columns: Columns, blocks: Floats, resident: Floats, saved: Floats) -> Floats:
-    """Lower bound of the fullest rank's bytes of blocks, each with `resident` bytes, and `saved`
-    bytes per microbatch in flight.
+def _fullest_of_blocks(columns: Columns, amounts: StagedBytes) -> Floats:
+    """Lower bound of the fullest rank's bytes of blocks.
 
     One microbatch is in flight on every rank (naive), all of a round (GPipe), or on the ranks at
     least 1, 2, ..., p of them (all others). In U bytes a rank with k microbatches has room for
-    U / (resident + k saved) blocks, and all ranks must have room for all blocks:
-    U >= blocks / sum 1 / (resident + k saved).
+    U / (of_block + k saved) blocks, and all ranks must have room for all blocks:
+    U >= blocks / sum 1 / (of_block + k saved).
     """
-    space = columns.space
+    space, blocks = columns.space, amounts.blocks
+    resident, saved = amounts.of_block, amounts.saved
     pp, schedule = space.pp, space.schedule
     most = -(-blocks // pp)
     equal = most * (resident + saved * np.where(schedule == _NAIVE, 1, space.microbatches))
