@@ -341,7 +341,8 @@ def _preferred_of(pool: Sequence[tuple[Search, Rows]], policy: Policy) -> _Taken
         winner = min(filter(None, smallest), key=smallest_first, default=None)
         return _Taken(winner, winner) if winner else None
     fastest: Candidate | None = None
-    for search, rows in pool:
+    # A fast plan that is found early leaves out most of the other spaces.
+    for search, rows in sorted(pool, key=lambda part: part[0].least_step_s(part[1])):
         # One as fast may be simpler, so equal times are not excluded.
         below_s = np.nextafter(fastest.estimate.step_s, np.inf) if fastest else np.inf
         of_space = search.fastest(rows, below_s=float(below_s))
