@@ -7,6 +7,8 @@
     --quick            one plan on two ranks, 60 steps, 3 kills; nothing is written
     --crash-points     break saves off at every file event instead
     --load             10,000 decisions, 200 saves, 2,000 steps on 8 ranks: is anything left over?
+    --pairs            save under each plan, on one rank and two besides, and go on under each other
+    --again            pairs that FILE has too
     --out FILE         tests/validation/soak.json unless named; other parts of it stay
     --show             print the table of FILE
 
@@ -21,6 +23,7 @@ import platform
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,7 +32,8 @@ import torch
 from tests.soak.crash_points import crash_points
 from tests.soak.killing import soaked
 from tests.soak.load import PARTS
-from tests.soak.report import REPORT, Report, table
+from tests.soak.pairs import ALL, paired
+from tests.soak.report import REPORT, PlanPair, Report, table
 from tests.soak.training import PLANS
 
 QUICK = {"zero3": "dp_shard=2"}
@@ -52,10 +56,16 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     plans = QUICK if given.quick else {name: PLANS[name] for name in given.plan or PLANS}
     parts = list(plans)
-    if given.crash_points or given.load:
+    if given.crash_points or given.load or given.pairs:
         parts = ["crash points"] * given.crash_points + ["load"] * given.load
+        parts += ["pairs"] * given.pairs
     for part in parts:
-        if part == "load":
+        if part == "pairs":
+            for pair in _pairs(report, given, folder / "pairs"):
+                report = report.with_pair(pair, order=list(ALL))
+                if not given.quick:
+                    report.save(given.out)
+        elif part == "load":
             repeated = tuple(
                 each(count // (100 if given.quick else 1), folder / name)
                 for name, (each, count) in PARTS.items()
@@ -86,6 +96,12 @@ def main() -> int:
     return 1 if report.differences else 0
 
 
+def _pairs(report: Report, given: argparse.Namespace, folder: Path) -> Iterator[PlanPair]:
+    saved = ["two"] if given.quick else given.plan or list(ALL)
+    loaded = ["one"] if given.quick else list(ALL)
+    return paired(saved, loaded, folder, () if given.again else report.pairs)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,6 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--crash-points", action="store_true")
     parser.add_argument("--load", action="store_true")
+    parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--out", type=Path, default=REPORT)
     parser.add_argument("--show", action="store_true")
     return parser

@@ -65,6 +65,29 @@ class Repeated(Record):
     differences: tuple[str, ...] = ()
 
 
+class PlanPair(Record):
+    """A training that was saved under one plan and went on under another.
+
+    Attributes:
+        steps: after the load, compared with those of the training that saved, which went on too.
+        weights, states: largest difference of an element, of the optimizer's states too.
+        losses: largest relative difference.
+        differences: weights or states with other bits, losses beyond the bound of
+            `tests.soak.pairs`.
+    """
+
+    saved: str
+    loaded: str
+    saved_plan: str
+    loaded_plan: str
+    steps: int
+    weights: float
+    states: float
+    losses: float
+    seconds: float
+    differences: tuple[str, ...] = ()
+
+
 class Report(Document):
     """All of it, with the machine and the seed."""
 
@@ -75,12 +98,20 @@ class Report(Document):
     trainings: tuple[Soaked, ...] = ()
     crash_points: tuple[CrashPoints, ...] = ()
     repeated: tuple[Repeated, ...] = ()
+    pairs: tuple[PlanPair, ...] = ()
 
     @property
     def differences(self) -> list[str]:
         """Of all parts."""
-        parts = (*self.trainings, *self.crash_points, *self.repeated)
+        first = (*self.trainings, *self.crash_points, *self.repeated)
+        parts = (*first, *self.pairs)
         return [text for part in parts for text in part.differences]
+
+    def with_pair(self, pair: PlanPair, *, order: list[str]) -> Report:
+        """With this pair in place of an older one, in the order of the plans' names."""
+        every = {(each.saved, each.loaded): each for each in (*self.pairs, pair)}
+        keys = sorted(every, key=lambda key: [order.index(name) for name in key])
+        return self.model_copy(update={"pairs": tuple(every[key] for key in keys)})
 
 
 def table(report: Report) -> str:
@@ -104,6 +135,12 @@ def table(report: Report) -> str:
         f" {each.last_mib:.0f} at the end, {each.files} open files, {each.threads} threads:"
         f" {_verdict(each.differences)}"
         for each in report.repeated
+    ]
+    lines += [
+        f"{each.saved} to {each.loaded}: weights differ by {each.weights:.2g}, states by"
+        f" {each.states:.2g}, losses of {each.steps} steps by {each.losses:.2g},"
+        f" {each.seconds:.1f} s: {_verdict(each.differences)}"
+        for each in report.pairs
     ]
     return "\n".join(lines)
 

@@ -35,9 +35,9 @@ ROWS, BATCH, LENGTH, VOCABULARY = 136, 16, 8, 61
 class DropoutBlock(Block):
     """A block that drops elements of what it adds."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, drop: float) -> None:
         super().__init__(width, heads)
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.drop(super().forward(x))
@@ -47,9 +47,9 @@ class DropoutBlock(Block):
 class DropoutGPT(TinyGPT):
     """Four blocks with dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, drop: float) -> None:
         super().__init__(vocabulary=VOCABULARY, width=32, layers=0)
-        self.blocks = nn.ModuleList(DropoutBlock(32, 4) for _ in range(4))
+        self.blocks = nn.ModuleList(DropoutBlock(32, 4, drop) for _ in range(4))
 
 
 def global_batches() -> DataLoader[Any]:
@@ -60,17 +60,23 @@ def global_batches() -> DataLoader[Any]:
     return DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=BATCH, shuffle=True)
 
 
-def build(plan: str, *, steps: int) -> tuple[ParallelModel, CosineAnnealingLR]:
+def build(
+    plan: str, *, steps: int, drop: float = 0.1, timeout_s: float | None = 60
+) -> tuple[ParallelModel, CosineAnnealingLR]:
     """The model under `plan`, and its schedule.
 
     What the plan leaves open is decided by facts of a machine that never change.
+
+    Args:
+        drop: of the dropout.
+        timeout_s: of the job; None: as a user has it who gives none.
     """
     random.seed(3)
     np.random.seed(3)
     torch.manual_seed(3)
     sample = torch.zeros(BATCH // 4, LENGTH, dtype=torch.int64)
     parallel = auto_parallelize(
-        DropoutGPT(),
+        DropoutGPT(drop),
         sample=(sample, sample),
         loss_fn=token_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
@@ -79,7 +85,7 @@ def build(plan: str, *, steps: int) -> tuple[ParallelModel, CosineAnnealingLR]:
         max_grad_norm=1.0,
         cluster=cpu_ranks(Plan.parse(plan).world_size),
         learns=False,
-        timeout_s=60,
+        timeout_s=timeout_s,
     )
     return parallel, CosineAnnealingLR(parallel.optimizer, T_max=steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engines.plan import Plan
 from tests.benchmarks.async_save import INTERVAL
 from tests.benchmarks.async_save import REPORT as SAVES
 from tests.benchmarks.async_save import Report as SaveReport
@@ -44,6 +45,24 @@ def _crashes(soak: SoakReport) -> Answer | None:
         f" {sum(each.old for each in points)} loads give the old state,"
         f" {sum(each.new for each in points)} the new one",
         f"lost or mixed states: {listed(wrong)}",
+    )
+
+
+def _pairs(soak: SoakReport) -> Answer | None:
+    if not soak.pairs:
+        return None
+    pairs = soak.pairs
+    plans = {pair.saved_plan for pair in pairs}
+    ranks = [Plan.parse(plan).world_size for plan in plans]
+    same = sum(not (pair.weights or pair.states) for pair in pairs)
+    worst = max(pairs, key=lambda pair: pair.losses)
+    wrong = [text for pair in pairs for text in pair.differences]
+    return Answer(
+        f"{len(pairs)} pairs of {len(plans)} plans of {min(ranks)} to {max(ranks)} ranks: {same}"
+        " loads give the weights and the optimizer's states that were saved, bit for bit; losses of"
+        f" the next {worst.steps} steps are the undisturbed training's within {worst.losses:.1g}",
+        f"other states or losses: {listed(wrong)}; losses differ most of `{worst.saved_plan}`"
+        f" loaded under `{worst.loaded_plan}`",
     )
 
 
@@ -121,6 +140,13 @@ CLAIMS = (
     ),
     Claim("... a long life?", 'make soak SOAK="--load"', SOAK, SoakReport.load, _long),
     Claim("... broken files?", "make fuzz", FUZZ, FuzzReport.load, _fuzzed),
+    Claim(
+        "Can another plan go on?",
+        'make soak SOAK="--pairs"',
+        SOAK,
+        SoakReport.load,
+        _pairs,
+    ),
     Claim(
         "Do saves stall it?",
         "python -m tests.benchmarks.async_save",
