@@ -22,6 +22,7 @@ from engines.plan import Plan
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import (
     World,
+    name_ranks,
     rank_error_context,
     say_holders,
     start_sum_over_ranks,
@@ -183,9 +184,10 @@ class MicrobatchCutter:
         rounds = [0.0] * (self._plan.forwards // self._plan.in_flight if self._plan.pp > 1 else 0)
         try:
             cut = self._cut(batch)
-        except BatchError:
+        except BatchError as error:
             # The others learn of it before they wait for this rank.
             sum_over_ranks([0.0, 0.0, 1.0, float(is_training), *rounds, *prints], self._world)
+            self._refusals(error.what)
             raise
         own_rounds = (len(cut.sizes) - self._plan.forwards) // self._plan.in_flight
         rounds[:own_rounds] = [1.0] * own_rounds
@@ -215,14 +217,17 @@ class MicrobatchCutter:
     ) -> tuple[list[Batch], Tensor]:
         total, rows, failed, training, *sums = wait()
         if failed:
+            refusals = self._refusals("")
+            first = next(iter(refusals.values()))
             raise BatchError(
-                f"{failed:.0f} of {self._world.size} ranks could not use their part of the batch",
+                f"{failed:.0f} of {self._world.size} ranks could not use their part of the batch:"
+                f" {name_ranks(list(refusals))} ({first})",
                 where=f"rank {self._world.rank}, which has {cut.rows} rows and could",
                 hints=["the output of the other ranks says why"],
             )
         if not self._world.is_fake:  # whose others send nothing
             self._require_same_call(training, is_training=is_training)
-            self._require_same(sums[of_rounds:])
+            self._require_same(batch, sums[of_rounds:])
         if not self._is_compared:
             self._is_compared = True
             topics = [batch_topic(batch, self._profile.batch_dims), length_topic(self.iterated())]
@@ -245,6 +250,13 @@ class MicrobatchCutter:
         weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
         return spare, weights.float()
 
+    def _refusals(self, own: str) -> dict[int, str]:
+        """Reasons of the ranks that could not use their part of the batch; `own` is this one's."""
+        if self._world.is_fake:
+            return {self._world.rank: own}
+        texts = texts_of_ranks("refusals", own, self._world)
+        return {rank: text for rank, text in enumerate(texts) if text}
+
     def _require_same_call(self, training: float, *, is_training: bool) -> None:
         """Require that all ranks train, or none: rows of an evaluation would count in a step."""
         if training not in (0, self._world.size):
@@ -261,7 +273,7 @@ class MicrobatchCutter:
         """True if several ranks make up a replica, and must have the same rows."""
         return self._world.size > self._plan.data_degree
 
-    def _require_same(self, prints: Sequence[float]) -> None:
+    def _require_same(self, batch: Batch, prints: Sequence[float]) -> None:
         """Require that the ranks of each replica have the same rows.
 
         Numbers are equal if and only if the square of their sum is their count times the sum of
@@ -271,10 +283,16 @@ class MicrobatchCutter:
         pairs = zip(prints[::2], prints[1::2], strict=True)
         different = [n for n, (s, q) in enumerate(pairs) if int(s) ** 2 != ranks * int(q)]
         if different:
+            texts = texts_of_ranks("rows", f"{self._replica} {describe(batch)}", self._world)
+            own = {
+                rank: text.partition(" ")[2]
+                for rank, text in enumerate(texts)
+                if text.startswith(f"{different[0]} ")
+            }
             raise BatchError(
-                f"the {ranks} ranks of replica {different[0]} got different batches: they"
-                " have parts of one model, and must work on the same rows",
-                where=f"rank {self._world.rank}, plan: {self._plan}",
+                f"the {ranks} ranks of replica {different[0]} got different batches:"
+                f" {name_ranks(list(own))} have parts of one model, and must work on the same rows",
+                where=f"rank {self._world.rank}, plan: {self._plan}\n{say_holders(own)}",
                 hints=[
                     "`for batch in parallel.shard(loader)` gives every rank its rows; a sampler of"
                     " your own takes `parallel.data_rank` and `parallel.data_world_size`, and the"
