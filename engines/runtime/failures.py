@@ -66,8 +66,8 @@ def has_store() -> bool:
 def roll_call() -> list[int]:
     """The ranks that did not notice the lost contact: those that the others waited for.
 
-    Every rank that loses contact calls it, all of them at about the same time: the first one closes
-    its connections, which the others notice at once. Empty where all ranks called it: then this
+    Every rank that loses contact calls it, all of them at about the same time: each has closed its
+    connections, which the others notice at once. Empty where all ranks called it: then this
     rank was the late one, or the process that runs the store is gone.
     """
     size, rank = dist.get_world_size(), dist.get_rank()

@@ -228,6 +228,11 @@ def start_heartbeat() -> None:
             _hook_before, sys.excepthook = sys.excepthook, _with_last_words
 
 
+def is_beating() -> bool:
+    """True if no rank of the default group goes on without the others."""
+    return _current is not None and _current.belongs_to(dist.group.WORLD)
+
+
 def end_heartbeat(word: str = LEFT) -> None:
     """Stop beating: the rank leaves the job."""
     global _current

@@ -18,10 +18,17 @@ import torch.distributed as dist
 from engines.plan import Plan
 from engines.runtime.activity import activity
 from engines.runtime.data_place import earlier_end
-from engines.runtime.failures import first_failure, has_store, roll_call, wait_for_key, why_absent
+from engines.runtime.failures import (
+    close_all_connections,
+    first_failure,
+    has_store,
+    roll_call,
+    wait_for_key,
+    why_absent,
+)
 from engines.runtime.failures import is_lost_contact as is_lost_contact
 from engines.runtime.failures import name_ranks as name_ranks
-from engines.runtime.heartbeat import end_heartbeat
+from engines.runtime.heartbeat import end_heartbeat, is_beating
 from engines.runtime.rendezvous import attempt_store
 from profiles.errors import InputError, PlanMismatchError, RankError
 from profiles.torch_compat import bound_waits, default_store
@@ -117,6 +124,8 @@ def rank_error_context(doing: str) -> Iterator[None]:
 
 def _missing() -> str:
     """The ranks that this rank waited for in vain; empty where all have lost contact alike."""
+    if is_beating():
+        close_all_connections()  # in a ring, others wait for this rank alone
     absent = roll_call()
     if not has_store():
         return "the rendezvous store is gone too, as a rule on the node of rank 0"

@@ -25,6 +25,7 @@ from tests.soak.training import build, global_batches
 
 PLANS = {
     "ddp": "dp_replicate=2",
+    "ring": "dp_replicate=4",
     "zero3": "dp_shard=2",
     "tp": "tp=2",
     "pp": "pp=2 schedule=1f1b",
@@ -34,7 +35,7 @@ ALWAYS, LATER = ("ddp", "zero3", "pp"), ("tp", "hsdp")
 
 
 def _ranks(plan: str) -> int:
-    return 4 if plan == "hsdp" else 2
+    return 4 if plan in ("hsdp", "ring") else 2
 
 
 def _stops_in_step_3(plan: str) -> str:
@@ -157,8 +158,9 @@ def _exits_in_step_3(plan: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", [*ALWAYS, *nightly(*LATER)])
+@pytest.mark.parametrize("plan", [*ALWAYS, "ring", *nightly(*LATER)])
 def test_a_rank_that_ends_without_a_word_is_named(plan: str) -> None:
+    """In a ring of four, one rank waits for no connection of the one that ends."""
     for text in answers(_exits_in_step_3, plan, ranks=_ranks(plan), without=(1,)):
         assert "lost contact with another rank" in text
         assert text.endswith("rank 1 did not come to it")
