@@ -4,7 +4,7 @@
 # make zoo     model classes of transformers under four plans, hours (ZOO="--sample 200 --plan tp2")
 # make scorecard  published runs predicted, with and without their publisher, into tests/README.md
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
-# make soak    trainings killed at random times, and saves at every file event (SOAK="--quick")
+# make soak    trainings killed, saves broken off, loads under other plans, faults (SOAK="--quick")
 # make regret  every legal plan of 24 cases timed, and our choice among them (REGRET="--quick")
 # make fuzz    100,000 hostile files for every reader, an hour or two (FUZZ="--cases 1000 --reader plan")
 # make mutants 200 places of the library changed one by one: hours (MUTANTS="--count 20 --seed 1")

@@ -8,7 +8,9 @@
     --crash-points     break saves off at every file event instead
     --load             10,000 decisions, 200 saves, 2,000 steps on 8 ranks: is anything left over?
     --pairs            save under each plan, on one rank and two besides, and go on under each other
-    --again            pairs that FILE has too
+    --waits            let one rank stop, raise, end ... under each plan: when do the others end?
+    --fault NAME       these faults (may be given again); else all
+    --again            pairs and faults that FILE has too
     --out FILE         tests/validation/soak.json unless named; other parts of it stay
     --show             print the table of FILE
 
@@ -30,11 +32,13 @@ from pathlib import Path
 import torch
 
 from tests.soak.crash_points import crash_points
+from tests.soak.faults import FAULTS
 from tests.soak.killing import soaked
 from tests.soak.load import PARTS
 from tests.soak.pairs import ALL, paired
-from tests.soak.report import REPORT, PlanPair, Report, table
+from tests.soak.report import REPORT, PlanPair, Report, Wait, table
 from tests.soak.training import PLANS
+from tests.soak.waits import every_wait
 
 QUICK = {"zero3": "dp_shard=2"}
 
@@ -56,13 +60,18 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     plans = QUICK if given.quick else {name: PLANS[name] for name in given.plan or PLANS}
     parts = list(plans)
-    if given.crash_points or given.load or given.pairs:
+    if given.crash_points or given.load or given.pairs or given.waits:
         parts = ["crash points"] * given.crash_points + ["load"] * given.load
-        parts += ["pairs"] * given.pairs
+        parts += ["pairs"] * given.pairs + ["waits"] * given.waits
     for part in parts:
         if part == "pairs":
             for pair in _pairs(report, given, folder / "pairs"):
                 report = report.with_pair(pair, order=list(ALL))
+                if not given.quick:
+                    report.save(given.out)
+        elif part == "waits":
+            for wait in _waits(report, given, plans, folder / "waits"):
+                report = report.with_wait(wait, order=[*PLANS])
                 if not given.quick:
                     report.save(given.out)
         elif part == "load":
@@ -102,6 +111,13 @@ def _pairs(report: Report, given: argparse.Namespace, folder: Path) -> Iterator[
     return paired(saved, loaded, folder, () if given.again else report.pairs)
 
 
+def _waits(
+    report: Report, given: argparse.Namespace, plans: dict[str, str], folder: Path
+) -> Iterator[Wait]:
+    faults = ["raises"] if given.quick else given.fault or list(FAULTS)
+    return every_wait(plans, folder, () if given.again else report.waits, faults=faults)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -114,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--crash-points", action="store_true")
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--pairs", action="store_true")
+    parser.add_argument("--waits", action="store_true")
+    parser.add_argument("--fault", action="append", choices=list(FAULTS))
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--out", type=Path, default=REPORT)
     parser.add_argument("--show", action="store_true")

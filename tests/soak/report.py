@@ -88,6 +88,28 @@ class PlanPair(Record):
     differences: tuple[str, ...] = ()
 
 
+class Wait(Record):
+    """A fault of one rank of a running training, and the end of all others.
+
+    Attributes:
+        seconds: from the fault until the last of the other ranks raised.
+        most_s: mark.
+        named: the errors of all of them name the rank.
+        collective: that one of them was in, if an error says it.
+        message: first line of an error; of one that names no rank, if there is one.
+    """
+
+    name: str
+    plan: str
+    fault: str
+    seconds: float
+    most_s: float
+    named: bool
+    collective: str
+    message: str
+    differences: tuple[str, ...] = ()
+
+
 class Report(Document):
     """All of it, with the machine and the seed."""
 
@@ -99,12 +121,13 @@ class Report(Document):
     crash_points: tuple[CrashPoints, ...] = ()
     repeated: tuple[Repeated, ...] = ()
     pairs: tuple[PlanPair, ...] = ()
+    waits: tuple[Wait, ...] = ()
 
     @property
     def differences(self) -> list[str]:
         """Of all parts."""
         first = (*self.trainings, *self.crash_points, *self.repeated)
-        parts = (*first, *self.pairs)
+        parts = (*first, *self.pairs, *self.waits)
         return [text for part in parts for text in part.differences]
 
     def with_pair(self, pair: PlanPair, *, order: list[str]) -> Report:
@@ -112,6 +135,12 @@ class Report(Document):
         every = {(each.saved, each.loaded): each for each in (*self.pairs, pair)}
         keys = sorted(every, key=lambda key: [order.index(name) for name in key])
         return self.model_copy(update={"pairs": tuple(every[key] for key in keys)})
+
+    def with_wait(self, wait: Wait, *, order: list[str]) -> Report:
+        """As `with_pair`; faults of a plan stay in the order in which they came."""
+        every = {(each.name, each.fault): each for each in (*self.waits, wait)}
+        keys = sorted(every, key=lambda key: order.index(key[0]))
+        return self.model_copy(update={"waits": tuple(every[key] for key in keys)})
 
 
 def table(report: Report) -> str:
@@ -141,6 +170,11 @@ def table(report: Report) -> str:
         f" {each.states:.2g}, losses of {each.steps} steps by {each.losses:.2g},"
         f" {each.seconds:.1f} s: {_verdict(each.differences)}"
         for each in report.pairs
+    ]
+    lines += [
+        f"{each.name:6} {each.fault}: {each.seconds:.1f} s of at most {each.most_s:.0f},"
+        f" {'named' if each.named else 'not named'}: {each.message}"
+        for each in report.waits
     ]
     return "\n".join(lines)
 

@@ -14,8 +14,11 @@ from tests.benchmarks.growth.results import exponent
 from tests.benchmarks.planning_time import HELP, PROCESSES
 from tests.fuzz.runner import REPORT as FUZZ
 from tests.fuzz.runner import Report as FuzzReport
+from tests.soak.faults import RAISING
 from tests.soak.report import REPORT as SOAK
 from tests.soak.report import Report as SoakReport
+from tests.soak.training import PLANS
+from tests.soak.waits import LONGEST_S, RAISED_S
 from tests.trust.claim import Answer, Claim, listed, percent
 
 
@@ -63,6 +66,26 @@ def _pairs(soak: SoakReport) -> Answer | None:
         f" the next {worst.steps} steps are the undisturbed training's within {worst.losses:.1g}",
         f"other states or losses: {listed(wrong)}; losses differ most of `{worst.saved_plan}`"
         f" loaded under `{worst.loaded_plan}`",
+    )
+
+
+def _waits(soak: SoakReport) -> Answer | None:
+    if not soak.waits:
+        return None
+    waits = soak.waits
+    plans = {each.name for each in waits}
+    faults = ", ".join(dict.fromkeys(each.fault for each in waits))
+    left = [f"`{plan}`" for name, plan in PLANS.items() if name not in plans]
+    longest = max(waits, key=lambda each: each.seconds)
+    raised = [each.seconds for each in waits if each.fault in RAISING]
+    wrong = [text for each in waits for text in each.differences]
+    return Answer(
+        f"{len(waits)} faults of one rank ({faults}) under {len(plans)} plans: all others end"
+        f" within {longest.seconds:.0f} s, where the rank itself raises within"
+        f" {max(raised, default=0.0):.1f} s; {sum(each.named for each in waits)} of {len(waits)}"
+        " name the rank",
+        f"later than {LONGEST_S:.0f} s and {RAISED_S:.0f} s, or no rank named: {listed(wrong)}; the"
+        f" longest is `{longest.plan}`, {longest.fault}; not measured yet: {listed(left, most=9)}",
     )
 
 
@@ -147,6 +170,7 @@ CLAIMS = (
         SoakReport.load,
         _pairs,
     ),
+    Claim("Does it hang?", 'make soak SOAK="--waits"', SOAK, SoakReport.load, _waits),
     Claim(
         "Do saves stall it?",
         "python -m tests.benchmarks.async_save",
