@@ -41,6 +41,7 @@ STEPS = 100_000
 LONGEST_S, RAISED_S = 60.0, 10.0
 """Marks: of every fault, and of a rank that raises."""
 BUILT_S, GIVEN_UP_S = 300.0, 150.0
+BUILT = "built"
 
 
 def waited(name: str, plan: str, fault: str, folder: Path) -> Wait:
@@ -48,7 +49,9 @@ def waited(name: str, plan: str, fault: str, folder: Path) -> Wait:
     folder.mkdir(parents=True)
     job = FaultyJob(plan, fault, folder)
     try:
-        job.collect(job.pipes, BUILT_S)
+        built = job.collect(job.pipes, BUILT_S)
+        if [text for _, text in built.values()] != [BUILT] * len(job.pipes):
+            raise AssertionError(f"ranks did not come to train within {BUILT_S:.0f} s: {built}")
         answers = job.collect({r: p for r, p in job.pipes.items() if r != FAULTY}, GIVEN_UP_S)
     finally:
         job.end()
@@ -168,7 +171,7 @@ def _train(plan: str, fault: str, rank: int, folder: Path, answer: Connection) -
     parallel, _ = build(plan, steps=STEPS, timeout_s=None)
     place = FaultPlace(parallel, folder)
     loader = parallel.shard(batches_of(fault, rank, folder))
-    answer.send((time.monotonic(), "built"))
+    answer.send((time.monotonic(), BUILT))
     while parallel.step < STEPS:
         for place.batch in loader:
             if parallel.step == AFTER:
