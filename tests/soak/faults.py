@@ -41,8 +41,14 @@ class FaultPlace:
     def __init__(self, parallel: ParallelModel, folder: Path) -> None:
         self.batch: Any = None
         self._folder = folder
-        every = [m for m in parallel.module.modules() if any(True for _ in m.parameters(False))]
-        self._last = every[-1]
+        # The modules of other stages are not called here.
+        stepped = {id(p) for group in parallel.optimizer.param_groups for p in group["params"]}
+        own = [
+            module
+            for module in parallel.module.modules()
+            if any(id(parameter) in stepped for parameter in module.parameters(recurse=False))
+        ]
+        self._last = own[-1]
 
     def note(self) -> None:
         note(self._folder)
