@@ -85,7 +85,9 @@ def _waits(soak: SoakReport) -> Answer | None:
         f" {max(raised, default=0.0):.1f} s; {sum(each.named for each in waits)} of {len(waits)}"
         " name the rank",
         f"later than {LONGEST_S:.0f} s and {RAISED_S:.0f} s, or no rank named: {listed(wrong)}; the"
-        f" longest is `{longest.plan}`, {longest.fault}; {left} more not measured yet",
+        f" longest is `{longest.plan}`, {longest.fault}"
+        + f"; {left} not measured yet"
+        * (left > 0),
     )
 
 
