@@ -311,3 +311,9 @@ def test_a_model_that_is_one_unit_hands_its_output_to_the_loss() -> None:
     assert left_out == {}
     (output, _target), _ = calls[LOSS][0].args, calls[LOSS][0].kwargs
     assert output.shape == (3, 2)
+
+
+def test_a_processor_is_named_as_the_kernel_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R): 8480+\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: text)
+    assert stopwatch.processor_name(CPU) == "Intel(R) Xeon(R): 8480+"
