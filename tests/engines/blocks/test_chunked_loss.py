@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engines.blocks.chunked_loss import ChunkedLogits
+from engines.blocks.chunked_loss import ChunkedLogits, chunk_loss
 from engines.blocks.logits import whole_tensors
+from engines.plan import Plan
 from profiles.errors import ModelError
 from tests.contract.watch import LiveBytes
 
@@ -161,3 +162,17 @@ def test_nothing_stays_when_the_loss_is_gone() -> None:
     left = weakref.ref(logits)
     del logits, loss
     assert left() is None
+
+
+class Cosine(nn.Linear):
+    """A head of its own kind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.normalize(x, dim=-1), F.normalize(self.weight, dim=-1))
+
+
+@pytest.mark.parametrize("head", [Cosine(WIDTH, VOCABULARY), nn.Bilinear(WIDTH, WIDTH, VOCABULARY)])
+def test_a_head_that_is_no_plain_linear_layer_is_refused(head: nn.Module) -> None:
+    plan = Plan.parse("microbatch_size=1 loss_chunks=2")
+    with pytest.raises(ModelError, match=r"loss_chunks=2 computes the product of an nn\.Linear"):
+        chunk_loss(nn.ModuleDict({"head": head}), plan, "head")
