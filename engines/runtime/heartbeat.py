@@ -144,7 +144,10 @@ class Heartbeat:
         self._store.delete_key(_WAITING)
         ranks = dict(self._activities())
         late = late_ranks(ranks)
-        waiting = [rank for rank, each in ranks.items() if each.is_waiting and rank not in late]
+        others = {rank: each for rank, each in ranks.items() if rank not in late}
+        # Those at the same place wait as well: their last beat may be older than their bound.
+        places = {str(each) for each in others.values() if each.is_waiting}
+        waiting = [rank for rank, each in others.items() if str(each) in places]
         if not late or not waiting:
             return
         text = _lateness(ranks, late, waiting)
@@ -199,7 +202,8 @@ def _last_seen(known: Activity | None) -> str:
 
 def _lateness(ranks: dict[int, Activity], late: list[int], waiting: list[int]) -> str:
     """Say who waits for whom, since when, and where the late rank is."""
-    first, slowest = ranks[late[0]], ranks[waiting[0]]
+    first = ranks[late[0]]
+    slowest = max((ranks[rank] for rank in waiting), key=lambda each: each.stood_s)
     lines = [
         f"{name_ranks(late)} {'is' if len(late) == 1 else 'are'} late:"
         f" {name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} {slowest}, for"
