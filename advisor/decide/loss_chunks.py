@@ -16,7 +16,7 @@ from advisor.cost.memory import upper_end
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.inputs.stacks import is_of_engines
-from advisor.search.bounds import ROUNDING
+from advisor.search.columns import ROUNDING
 from advisor.search.ranking import Candidate, beats, smallest_first
 from advisor.search.search import Rows, Search
 from engines.legality import problems

@@ -14,15 +14,12 @@ import numpy as np
 from advisor.cost.memory import upper_end
 from advisor.inputs.policy import Policy
 from advisor.search.cache import SearchCache
-from advisor.search.columns import Columns, Microbatches
+from advisor.search.columns import ROUNDING, Columns, Microbatches
 from advisor.search.space import Floats, Space
-from advisor.search.staged import busiest_blocks, staged_peak_bytes, staged_time
+from advisor.search.staged import staged_peak_bytes, staged_time
 from advisor.search.whole import moved_s, whole_time
 from advisor.search.whole_peak import whole_peak_bytes
 from engines.plan import Offload
-
-# Bounds add the same numbers in another order: the last digits may differ from the estimate's.
-ROUNDING = 1e-9
 
 _PARTS = ("compute_s", "recompute_s", "optimizer_s", "launch_s", "exposed_s")
 
@@ -32,12 +29,13 @@ class Bounds:
     """Lower bounds of each row's estimate.
 
     Attributes:
-        step_s: of the step.
+        step_s, fitting_s: of the step; if the row fits.
         peak_high_bytes: of the upper end of the peak.
         settling_s, besides_s: as `StagedTime`'s, with the host's overhead; zeros without stages.
     """
 
     step_s: Floats
+    fitting_s: Floats
     peak_high_bytes: Floats
     settling_s: Floats
     besides_s: Floats
@@ -65,8 +63,9 @@ def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
             continue
         columns = Columns(space.part(rows), microbatches)
         if not is_whole:
-            staged = staged_time(columns, busiest_blocks(columns, usable))
+            staged = staged_time(columns, usable)
             bounds.step_s[rows] = staged.step_s + overhead_s
+            bounds.fitting_s[rows] = staged.fitting_s + overhead_s
             bounds.settling_s[rows] = staged.settling_s
             bounds.besides_s[rows] = staged.besides_s + overhead_s
             continue
@@ -74,4 +73,5 @@ def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
         bounds.step_s[rows] = sum(getattr(time, name) for name in _PARTS) + overhead_s
         if space.offload is not Offload.NONE:
             bounds.step_s[rows] += moved_s(columns)
+        bounds.fitting_s[rows] = bounds.step_s[rows]
     return bounds

@@ -28,6 +28,8 @@ HYBRID = KINDS.index(DataParallel.HYBRID_SHARD)
 # Data-parallel kinds to estimate with: unsharded, sharded without experts, sharded with experts.
 SHARDED_AS = (DataParallel.REPLICATE, DataParallel.HYBRID_SHARD, DataParallel.FULL_SHARD)
 WITH_EXPERTS = 2
+# Bounds add the same numbers in another order: the last digits may differ from the estimate's.
+ROUNDING = 1e-9
 SMALL = 2  # samples of the largest microbatch that is not extrapolated
 
 

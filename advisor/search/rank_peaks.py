@@ -169,9 +169,7 @@ class RankPeaks:
         microbatch = self._cache.microbatch(plan, places)
         borders = [places.index(place) for place in begins[1:]]
         sent, back = (amounts[borders] for amounts in microbatch.border_bytes)
-        own = segments_of(  # each stage as one segment
-            microbatch, begins, costs.stack
-        )
+        own = segments_of(microbatch, begins, costs.stack)  # each stage as one segment
         retained = [
             costs.stages.retained(
                 *ends_of_stage,

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.inputs.policy import Objective, Policy
-from advisor.search.bounds import ROUNDING, Bounds, bounds_of
+from advisor.search.bounds import Bounds, bounds_of
 from advisor.search.cache import SearchCache
-from advisor.search.columns import unique
+from advisor.search.columns import ROUNDING, unique
 from advisor.search.ranking import (
     NOT_ESTIMATED,
     Candidate,
@@ -145,7 +145,7 @@ class Search:
         """Fastest of `rows` that fits (smallest, if memory is the objective), else the nearest
         miss; None if the first `most` rows, or the first few misses, do not decide it."""
         is_memory = self._policy.objective is Objective.MEMORY
-        bounds = self.bounds.step_s
+        bounds = self.bounds.fitting_s
         key: Callable[[Candidate], tuple[Any, ...]] = fastest_first
         if is_memory:
             bounds, key = self.bounds.peak_high_bytes, smallest_first
@@ -160,12 +160,13 @@ class Search:
 
     def least_step_s(self, rows: Rows) -> float:
         """Lower bound of the step over `rows` that may fit."""
-        return float(self.bounds.step_s[self._may_fit(rows)].min(initial=np.inf))
+        return float(self.bounds.fitting_s[self._may_fit(rows)].min(initial=np.inf))
 
     def fastest(self, rows: Rows, *, below_s: float = np.inf) -> Candidate | None:
         """Fastest of `rows` that fits, if it takes less than `below_s`; on equal times the simpler
         one."""
-        return self._least(self._may_fit(rows), self.bounds.step_s, fastest_first, below=below_s)
+        bounds = self.bounds.fitting_s
+        return self._least(self._may_fit(rows), bounds, fastest_first, below=below_s)
 
     def smallest(self, rows: Rows) -> Candidate | None:
         """Smallest of `rows` that fits."""
@@ -256,7 +257,7 @@ class Search:
                 _, number, index = heappop(waiting)
                 if fits and self._cannot_fit(index):
                     continue
-                if bounds is self.bounds.step_s and index not in self._played:
+                if bounds is self.bounds.fitting_s and index not in self._played:
                     heappush(waiting, (self.played_s(index), number, index))
                     continue
                 candidate = self.candidate(index)
@@ -269,8 +270,8 @@ class Search:
             index = int(shown[place])
             if fits and self._exceeds(index):
                 continue
-            if bounds is self.bounds.step_s:
-                bound = self._with_borders_s(index)
+            if bounds is self.bounds.fitting_s:
+                bound = max(bound, self._with_borders_s(index))
             elif bounds is self._missing:
                 enough_bytes = self.usable_bytes + least[0]
                 bound = max(bound, self._least_missing(index, enough_bytes=enough_bytes))
@@ -308,11 +309,11 @@ class Search:
     def simplest(self, rows: Rows, limit_s: float) -> Candidate | None:
         """Simplest of `rows` that fits within `limit_s`; of equally simple ones the fastest."""
         rows = self._may_fit(rows)
-        rows = rows[self.bounds.step_s[rows] * (1 - ROUNDING) <= limit_s]
+        rows = rows[self.bounds.fitting_s[rows] * (1 - ROUNDING) <= limit_s]
         for group in self._by_simplicity(rows):
             best, least_s = None, limit_s
-            for index in group[np.argsort(self.bounds.step_s[group], kind="stable")]:
-                if self.bounds.step_s[index] * (1 - ROUNDING) > least_s:
+            for index in group[np.argsort(self.bounds.fitting_s[group], kind="stable")]:
+                if self.bounds.fitting_s[index] * (1 - ROUNDING) > least_s:
                     break
                 if self._exceeds(int(index)):
                     continue

@@ -16,7 +16,7 @@ from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD
 from advisor.cost.round_shares import RoundShares, round_shares
 from advisor.cost.shared_cores import speedup_alone
 from advisor.cost.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
-from advisor.search.columns import Columns, unique
+from advisor.search.columns import ROUNDING, Columns, unique
 from advisor.search.space import KINDS, SCHEDULES, Floats, Integers
 from advisor.search.stage_segments import backward_bytes
 from engines.plan import Plan, Schedule
@@ -28,8 +28,6 @@ _ZBV = SCHEDULES.index(Schedule.ZBV)
 _ONE_STAGE = [SCHEDULES.index(schedule) for schedule in ONE_STAGE]
 # One microbatch less in flight on each rank after the first.
 _ONE_LESS_EACH = [_ONE_F_ONE_B, SCHEDULES.index(Schedule.ZERO_BUBBLE)]
-# Quotients of sums in another order differ in the last digits.
-_ROUNDING = 1e-9
 _SPLITS = [SCHEDULES.index(schedule) for schedule in SPLITS_BACKWARD]
 
 
@@ -37,21 +35,19 @@ class StagedTime(NamedTuple):
     """Lower bounds of a step, and of what borders between stages do not change.
 
     Attributes:
+        step_s, fitting_s: of any borders, and of those that fit.
         settling_s: of the average rank's reductions, after a round and after the last.
         besides_s: of late gathers and the update, which all ranks wait for.
     """
 
     step_s: Floats
+    fitting_s: Floats
     settling_s: Floats
     besides_s: Floats
 
 
-def staged_time(columns: Columns, busiest: Floats) -> StagedTime:
-    """Seconds of the pipeline's rounds, of reductions after each, and of the update.
-
-    Args:
-        busiest: see `busiest_blocks`.
-    """
+def staged_time(columns: Columns, usable_bytes: float) -> StagedTime:
+    """Seconds of the pipeline's rounds, of reductions after each, and of the update."""
     space, overlaps = columns.space, columns.costs.overlaps
     pp, is_naive = space.pp, space.schedule == _NAIVE
     in_round = np.where(is_naive, 1, space.microbatches)
@@ -64,12 +60,7 @@ def staged_time(columns: Columns, busiest: Floats) -> StagedTime:
     forward = _overlapped(forward, every * gather, overlaps) + every * root
     backward = _overlapped(backward, every * gather, overlaps)
 
-    one_round, working = _round_s(columns, forward, backward, in_round, busiest)
     alone = speedup_alone(columns.costs.facts.cluster)
-    if alone > 1:
-        # A rank is faster while those that share its cores wait, but the cores do all of the work.
-        working = working / alone
-        one_round = np.maximum(one_round / alone, in_round * (forward + backward) / pp)
     reduce, root_reduce = columns.reduce_s()
     between, root_between = columns.replicate_s()
     each_round = columns.reduces * (reduce + root_reduce)
@@ -79,11 +70,24 @@ def staged_time(columns: Columns, busiest: Floats) -> StagedTime:
     if columns.costs.stack.states is not None and columns.costs.stack.overlap_gradients:
         # The last backward may hide all but the all-reduces between replicas of shards.
         each_round, last = 0.0 * each_round, (between + root_between) * columns.is_sharded
-    # A rank that is done early may reduce early: on average ranks have 1/p of the reductions.
-    further = np.maximum(one_round, working + each_round / pp)
-    wall = (rounds - 1) * further + np.maximum(one_round, working + last / pp)
     besides = late + columns.optimizer_s() / pp
-    return StagedTime(wall + besides, ((rounds - 1) * each_round + last) / pp, besides)
+
+    def step_s(busiest: Floats) -> Floats:
+        """Of borders that leave so many blocks to the busiest rank."""
+        one_round, working = _round_s(columns, forward, backward, in_round, busiest)
+        if alone > 1:
+            # A rank is faster while those that share its cores wait, but the cores do all of the
+            # work.
+            working = working / alone
+            one_round = np.maximum(one_round / alone, in_round * (forward + backward) / pp)
+        # A rank that is done early may reduce early: on average ranks have 1/p of the reductions.
+        further = np.maximum(one_round, working + each_round / pp)
+        wall = (rounds - 1) * further + np.maximum(one_round, working + last / pp)
+        return np.asarray(wall + besides)
+
+    even, fitting = busiest_blocks(columns, usable_bytes)
+    settling = ((rounds - 1) * each_round + last) / pp
+    return StagedTime(step_s(even), step_s(fitting), settling, besides)
 
 
 def _overlapped(computing: Floats, sent: Floats, overlaps: bool) -> Floats:
@@ -224,15 +228,17 @@ def staged_peak_bytes(columns: Columns) -> Floats:
     return upper_end(of_stages + amounts.besides, columns.costs.facts.cluster.device)
 
 
-def busiest_blocks(columns: Columns, usable_bytes: float) -> Floats:
-    """Least number of blocks of the busiest rank, for borders that fit `usable_bytes`.
+def busiest_blocks(columns: Columns, usable_bytes: float) -> tuple[Floats, Floats]:
+    """Least number of blocks of the busiest rank: for any borders, and for those that fit
+    `usable_bytes`.
 
     With one stage per rank and one microbatch in flight on the last rank, two on the one before and
     so on, a rank with k of them has room for c_k blocks. The busiest has at least those that the j
     ranks with the least room leave to the others: T >= (blocks - c_p - ... - c_(p-j+1)) / (p - j).
     """
     space, amounts = columns.space, staged_bytes(columns)
-    least = np.ceil(amounts.blocks / space.pp)
+    even = np.ceil(amounts.blocks / space.pp)
+    least = even.copy()
     takes_turns = (space.per_rank == 1) & np.isin(space.schedule, _ONE_LESS_EACH)
     room = room_bytes(usable_bytes, columns.costs.facts.cluster.device) - amounts.besides
     for ranks in np.unique(space.pp[takes_turns]):
@@ -240,10 +246,10 @@ def busiest_blocks(columns: Columns, usable_bytes: float) -> Floats:
         left, most = amounts.blocks[rows], least[rows]
         for in_flight in range(int(ranks), 1, -1):
             each = np.maximum(amounts.of_block[rows] + in_flight * amounts.saved[rows], 1.0)
-            left = left - np.floor(np.maximum(room[rows], 0.0) / each * (1 + _ROUNDING))
+            left = left - np.floor(np.maximum(room[rows], 0.0) / each * (1 + ROUNDING))
             most = np.maximum(most, left / (in_flight - 1))
-        least[rows] = np.ceil(most * (1 - _ROUNDING))
-    return least
+        least[rows] = np.ceil(most * (1 - ROUNDING))
+    return even, least
 
 
 def _shares(columns: Columns) -> _Shares:

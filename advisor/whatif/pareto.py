@@ -17,8 +17,8 @@ from advisor.decide.comparison import short_cuts, title
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.inputs.resize import on
-from advisor.search.bounds import ROUNDING
 from advisor.search.cache import SearchCache
+from advisor.search.columns import ROUNDING
 from advisor.search.ranking import Candidate, simplicity
 from advisor.search.search import Search
 from engines.plan import PartialPlan, Plan

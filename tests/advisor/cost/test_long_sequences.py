@@ -15,8 +15,8 @@ from advisor.decide.choose import choose
 from advisor.decide.tree import in_leaf
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
-from advisor.search.bounds import ROUNDING
 from advisor.search.cache import SearchCache
+from advisor.search.columns import ROUNDING
 from advisor.search.legal import is_too_long, space_of, styles_of
 from advisor.search.search import Search
 from advisor.search.space import Space

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from advisor.cost import CostModel
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
-from advisor.search.bounds import ROUNDING
 from advisor.search.cache import SearchCache
+from advisor.search.columns import ROUNDING
 from advisor.search.legal import space_of, styles_of
 from advisor.search.ranking import preferred, weigh
 from advisor.search.search import Search
@@ -99,6 +99,7 @@ def test_no_estimate_is_below_its_bound_and_the_preferred_plan_equals_brute_forc
         assert search.bounds.peak_high_bytes[index] <= high, str(plan)
         assert stages.least_peak_bytes(search.space, index) <= high, str(plan)
         assert search.bounds.step_s[index] <= step_s, str(plan)
+        assert search.bounds.fitting_s[index] <= step_s or not candidate.fits, str(plan)
         assert search.with_borders(index)[0] <= step_s, str(plan)
         assert search.played_s(index) <= step_s, str(plan)
     fitting = [candidate for candidate in every if candidate.fits]

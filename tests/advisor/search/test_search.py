@@ -12,9 +12,8 @@ from advisor.cost import CostModel
 from advisor.decide.comparison import nearest_miss
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
-from advisor.search.bounds import ROUNDING
 from advisor.search.cache import SearchCache
-from advisor.search.columns import unique
+from advisor.search.columns import ROUNDING, unique
 from advisor.search.legal import space_of, styles_of
 from advisor.search.ranking import Candidate, preferred, simplicity, simplicity_columns, weigh
 from advisor.search.search import Search
@@ -133,6 +132,8 @@ def assert_bounded(
         assert by_arithmetic <= high * (1 + ROUNDING), str(candidate.plan)
         rounding = ROUNDING * cost.step_s
         assert bounds.step_s[index] <= cost.step_s + rounding, str(candidate.plan)
+        if candidate.fits:
+            assert bounds.fitting_s[index] <= cost.step_s + rounding, str(candidate.plan)
         assert search.with_borders(index)[0] <= cost.step_s + rounding, str(candidate.plan)
         assert search.played_s(index) <= cost.step_s + rounding, str(candidate.plan)
 
