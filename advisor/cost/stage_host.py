@@ -15,11 +15,10 @@ from advisor.cost.context import CostContext
 from advisor.cost.loads import Loads
 from engines.plan import Plan
 from profiles.machine.cluster import Device
-from profiles.model.flow import GLUE, LOSS
 
-# 56 to 60 a microbatch and stage, in a forward and a backward.
+# 48 to 55 a microbatch and stage of 12 parameters, in both passes; 72 to 89 with 48.
 PASS = 28
-# 6.9 and 7.0 a parameter, of 48 and of 12.
+# 5.9 to 7.0 a parameter.
 SPLIT_TENSOR = 7
 
 
@@ -34,19 +33,9 @@ def split_s(part: Loads, device: Device) -> float:
 
 
 def repeated_s(model: CostContext, plan: Plan) -> float:
-    """Seconds of what every stage after the first runs again in a forward; 0 without a flow."""
-    flow, loads = model.facts.model.flow, model.loads(plan)
-    if model.facts.cluster.device.kind != "cpu" or not flow.calls:
+    """Seconds of what every stage after the first runs again in a forward."""
+    if model.facts.cluster.device.kind != "cpu":
         return 0.0
-    on_parameters = {
-        call.unit
-        for call in flow.calls
-        if any(value.depends_on_parameters for value in call.values)
-    }
-    seconds = 0.0
-    for number, unit in enumerate(model.facts.model.units):
-        if unit.name == LOSS or (unit.name in on_parameters and unit.name != GLUE):
-            continue
-        for time in model.computing(plan, loads.part(number, number + 1)).times:
-            seconds += time.forward_s + time.forward_launch_s
-    return seconds
+    loads = model.loads(plan)
+    times = (model.computing(plan, loads.part(n, n + 1)).times for n in model.stages.repeated)
+    return sum(time.forward_s + time.forward_launch_s for each in times for time in each)

@@ -166,6 +166,19 @@ class StageBorders:
         return taken_first.at(samples), made.at(samples)
 
     @cached_property
+    def repeated(self) -> tuple[int, ...]:
+        """Units that every stage runs again: code between modules, and modules that compute on no
+        parameter (rotary tables); none without a flow."""
+        model, calls = self._model, self._model.flow.calls
+        on_parameters = {
+            call.unit for call in calls if any(value.depends_on_parameters for value in call.values)
+        } - {GLUE}
+        names = [unit.name for unit in model.units]
+        return tuple(
+            n for n, name in enumerate(names) if calls and name not in {*on_parameters, LOSS}
+        )
+
+    @cached_property
     def _first_taken(self) -> dict[tuple[int, int], int]:
         """First call that takes each value."""
         taken: dict[tuple[int, int], int] = {}
