@@ -233,7 +233,8 @@ def start_heartbeat() -> None:
 
 
 def is_beating() -> bool:
-    """True if no rank of the default group goes on without the others."""
+    """True if this rank beats: then all ranks end with one that is lost, so that messages of the
+    group may be broken off."""
     return _current is not None and _current.belongs_to(dist.group.WORLD)
 
 

@@ -153,11 +153,8 @@ def _broadcast(
     staged = torch.cat([_as_bytes(tensor).to(device) for tensor in tensors])
     dist.broadcast(staged, group=group, group_src=source)
     parts = staged.split([tensor.nbytes for tensor in tensors])
-    received = [
-        part.view(tensor.dtype).reshape(tensor.shape)
-        for tensor, part in zip(tensors, parts, strict=True)
-    ]
-    torch._foreach_copy_(tensors, received)
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.dtype).reshape(tensor.shape))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
