@@ -16,17 +16,35 @@ from advisor.inputs.stacks import OF_ENGINES, compiled, is_of_engines, is_preset
 from advisor.search.legal import styles_of
 from advisor.whatif.sweep.points import Swept, sweep
 from engines.plan import PartialPlan, Plan
+from engines.tensor.token_rules import splits_tokens
+from profiles.closed_forms.families import profile_from_config
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.errors import InputError, PlanError, UnknownNameError
+from profiles.model.profile import Numerics
 from profiles.workload.stack import TORCH, FusibleKind, Stack, stack_named, stacks
 from tests.engines.cases import CASES, token_loss
-from tests.factories import facts, gpus
+from tests.factories import cpus, facts, gpus
 
 SHAPE = TransformerShape(
     kind="llama", layers=4, hidden=512, heads=8, kv_heads=8, ffn=2048, vocab=32_000,
     length=2048, gated=True, tied=False, head_width=64,
 )  # fmt: skip
 MODEL = transformer_profile(SHAPE, name="llama")
+LLAMA = profile_from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 4000,
+    },
+    samples=1,
+    sequence_length=2048,
+    name="llama",
+    numerics=(Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST),
+)
 
 
 def command(*words: str) -> Result:
@@ -50,6 +68,27 @@ def test_stacks_with_sequence_parallelism_add_its_styles() -> None:
         ("layers.*.attention.qkv", "joined"),
         ("layers.*.mlp.up", "joined"),
     }
+
+
+def test_our_engines_split_tokens_on_accelerators_unless_told_otherwise() -> None:
+    """arXiv:2205.05198; torchtitan and Megatron-LM have it on."""
+    there, here = facts(LLAMA, gpus(1, 4)), facts(LLAMA, cpus(4))
+    assert splits_tokens(styles_of(there)(4))
+    assert not splits_tokens(styles_of(there, by_tokens=False)(4))
+    assert not splits_tokens(styles_of(here)(4))
+    assert splits_tokens(styles_of(here, by_tokens=True)(4))
+
+
+def test_a_decision_saves_the_tokens_of_other_ranks_by_default() -> None:
+    whole = facts(LLAMA, gpus(1, 4, memory_gib=40), batch=32)
+    same = {"tp": 4, "microbatch_size": 4, "accumulation": 8, "recompute": "none"}
+    split, plain = (
+        choose(whole, partial=PartialPlan.build({**same, **settings}))
+        for settings in ({}, {"sequence_parallel": False})
+    )
+    assert split.plan.sequence_parallel
+    assert not plain.plan.sequence_parallel
+    assert split.estimate.peak_bytes < plain.estimate.peak_bytes
 
 
 class TestReport:
