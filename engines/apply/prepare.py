@@ -11,11 +11,12 @@ from engines.offload.pool import Folder, open_pool
 from engines.optional.data_parallel import one_process_plan
 from engines.optional.manual_placement import target_to_output, world_of_parts
 from engines.plan import DataParallel
+from engines.runtime.broadcast import send_from_first
 from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.mesh import Mesh
 from engines.state.layout import Layout
 from engines.state.materialise import deferred_weights_of
-from engines.state.optimizer import names_of, send_from_first
+from engines.state.optimizer import names_of
 from engines.state.weights import Weights
 from profiles.capture.batch import Batch
 

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from engines.data.gradients import local_gradients
 from engines.data.loss_scale import LossScaler
 from engines.data.replicas import local_part
+from engines.data.running_statistics import running_statistics
 from engines.runtime.world import World, name_ranks, texts_of_ranks
 from profiles.capture.batch import Batch
 from profiles.capture.batch_tree import batch_items
 from profiles.errors import NonFiniteError, UnknownNameError
-from profiles.torch_compat import is_batch_norm, tensors_in
+from profiles.torch_compat import tensors_in
 
 Parameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 
@@ -207,12 +208,6 @@ def nonfinite_output(model: nn.Module) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def running_statistics(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of batch norms, which a forward changes, by name."""
-    norms = [(name, norm) for name, norm in module.named_modules() if is_batch_norm(norm)]
-    return {f"{name}.{own}": buffer for name, norm in norms for own, buffer in norm.named_buffers()}
 
 
 def _error(of_ranks: Mapping[int, Mapping[str, str]], step: int) -> NonFiniteError:

@@ -12,15 +12,17 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engines.data.finite import FiniteGuard, running_statistics
+from engines.data.finite import FiniteGuard
 from engines.data.fsdp import release
 from engines.data.loader import ShardedLoader
 from engines.data.replica_checksums import ReplicaChecksums, checksums
+from engines.data.running_statistics import StatisticsBroadcast, running_statistics
 from engines.optional.aggregation.hooks import PowerSGDBuckets
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.parallel.pretrained import PretrainedMixin
 from engines.parallel.scheduling import SchedulingMixin
 from engines.plan import Plan
+from engines.runtime.broadcast import send_from_first
 from engines.runtime.mesh import Mesh
 from engines.runtime.random_states import (
     random_states,
@@ -35,7 +37,7 @@ from engines.state.checkpoint.save import CheckpointSave, SaveOptions, start_sav
 from engines.state.checkpoint.training_state import StatesToLoad, states_to_save
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
-from engines.state.optimizer import empty_optimizer, send_from_first
+from engines.state.optimizer import empty_optimizer
 from engines.state.optimizer_settings import EqualSettings
 from profiles.errors import InputError, a_type
 from profiles.model.profile import ModelProfile
@@ -68,6 +70,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
     _runner: Any
     _saving: CheckpointSave | None
     _settings: EqualSettings
+    _statistics: StatisticsBroadcast
     _world: World
 
     def register(self, **objects: Stateful) -> None:
@@ -340,17 +343,18 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         with self._exchange.loading():
             return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
 
-    def _follow_first_replica(self, *, every_buffer: bool = False) -> None:
+    def _follow_first_replica(self, *, in_step: bool = False, every_buffer: bool = False) -> None:
         """Buffers that forwards change follow the first replica's, as they do under plain DDP:
-        running statistics of batch norms, and others from the second step on.
+        running statistics of batch norms, which a step sends by itself (`StatisticsBroadcast`),
+        and others from the second step on.
 
         Those that nothing was seen to change do so when a checkpoint is written.
         """
-        has_statistics = bool(self._profile.batch_norms) and not self.plan.sync_batch_norm
-        has_statistics |= bool(self._has_changed_buffers)
+        has_changed = every_buffer or bool(self._has_changed_buffers)
+        has_changed |= not in_step and self._statistics.is_on
         if self._buffers_before is None:
             self._buffers_before = self._other_buffers()
-        if self._mesh.replicas.size > 1 and (every_buffer or has_statistics):
+        if self._mesh.replicas.size > 1 and has_changed:
             group = self._mesh.replicas.group
             send_from_first(self.module.buffers(), self._world.device, group=group)
 

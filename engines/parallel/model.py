@@ -31,6 +31,7 @@ from engines.data.microbatches import MicrobatchCutter, WeightedBatch, silence, 
 from engines.data.noise_scale import NoiseMeter
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.data.replicas import sum_gradients
+from engines.data.running_statistics import StatisticsBroadcast
 from engines.experts.experts import Experts
 from engines.offload.pool import OffloadPool
 from engines.optional.async_updates.exchange import UpdateExchange
@@ -166,15 +167,9 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         is_wrapped = isinstance(runner, DistributedDataParallel)
         overlaps = exchanges_gradients_alone(runner, plan, world)
         named = tuple(module.named_parameters())
-        # Gradients that neither DDP nor FSDP2 averages.
-        self._averaged = [
-            name
-            for name, parameter in named
-            if layout.holds(name)
-            and not (experts is not None and name in experts.names)
-            and mesh.replicas.size > 1
-            and not (is_wrapped or isinstance(parameter, DTensor))
-        ]
+        by_engine = {n for n, p in named if is_wrapped or isinstance(p, DTensor)}
+        apart = by_engine | set(experts.names if experts is not None else ())
+        self._averaged = [n for n, _ in named if layout.holds(n) and n not in apart]
         require = pipeline.require_equal_pieces if pipeline is not None else None
         self._cutter = MicrobatchCutter(
             module,
@@ -190,6 +185,9 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         # DDP holds on to its parameters, FSDP2 puts others in their place; walks take time.
         self._named = (lambda: named) if is_wrapped else module.named_parameters
         self._finite = FiniteGuard(module, self._named, world, on_nonfinite, scaler)
+        self._statistics = StatisticsBroadcast(
+            module, world.device, mesh.replicas, is_on=not plan.sync_batch_norm
+        )
         self._loss_mean = LossMean(world, mesh, self._finite, is_early=overlaps and noise is None)
         self._checksums = ReplicaChecksums(
             module,
@@ -302,7 +300,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
 
     def _forward_backward(self, batch: Batch) -> Tensor:
         self._compare_ranks_when_due()
-        self._follow_first_replica()
+        self._follow_first_replica(in_step=True)
         with self._rank_timer.synchronised():
             microbatches = self._cutter.cut(batch)
         scale = self.loss_scaler.begin()
@@ -312,6 +310,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         with self._rng.shared():
             total = self._run_microbatches(microbatches, scale) / scale
         self._rank_timer.note_wait(microbatches.waited_s)
+        self._statistics.finish()
         self._finish_gradients()
         self._rank_timer.note_exchange()
         self._is_pending = self._is_unchecked = self._is_local = False
@@ -411,6 +410,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
                     loss = with_gradient(self._loss(piece, weigh))
                     total += loss.detach()
                     if index == last:
+                        self._statistics.begin()
                         self._loss_mean.begin(total / scale)
                     loss.backward()
         return total
@@ -419,7 +419,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         """Average gradients over replicas; sum them over the tp axis and tied parameters. All of it
         is linear, so each step may work on the result of the last."""
         pipeline, split = self._pipeline, self._split
-        if self._averaged:
+        if self._averaged and self._mesh.replicas.size > 1:
             averaged = map(self.module.get_parameter, self._averaged)
             replicas = self._mesh.replicas
             sum_gradients(averaged, replicas.group, divisor=replicas.size)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engines.blocks.recompute import recompute_blocks
-from engines.data.finite import running_statistics
 from engines.data.fsdp import start_over
 from engines.data.microbatches import MicrobatchCutter
+from engines.data.running_statistics import running_statistics
 from engines.plan import Compression, Offload, Plan
 from engines.runtime.failures import (
     announce_shortage,
@@ -237,8 +237,8 @@ class _StepState:
         self._device = world.device
         statistics = running_statistics(module)
         self._statistics = list(statistics.values())
-        # Under batch norms replicas are sent all buffers of the first one in every step.
-        self._others = {} if statistics else dict(module.named_buffers())
+        buffers = module.named_buffers()
+        self._others = {name: own for name, own in buffers if name not in statistics}
 
     def record(self) -> None:
         """Record it before a step."""

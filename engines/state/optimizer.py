@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engines.state.layout import Layout
 from profiles.errors import InputError
-from profiles.units import MIB
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ParameterNames = dict[nn.Parameter, str]
@@ -112,50 +110,3 @@ def _like(
             hints=["pass a factory, so that the states begin anew on the parts"],
         )
     return value.to(new.device)
-
-
-@torch.no_grad()
-def send_from_first(
-    tensors: Iterable[Tensor],
-    device: torch.device,
-    *,
-    group: dist.ProcessGroup | None = None,
-    source: int = 0,
-) -> None:
-    """Broadcast the tensors of the rank at position `source` in `group`, its first by default, to
-    all ranks of it; None: to all ranks."""
-    bucket: list[Tensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        if tensor.is_meta:
-            continue  # every rank fills it from the same weights
-        if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
-            continue  # expanded: elements share memory, which cannot be written
-        bucket.append(tensor.detach())
-        nbytes += tensor.nbytes
-        if nbytes >= BUCKET_BYTES:
-            _broadcast(bucket, device, group, source)
-            bucket, nbytes = [], 0
-    _broadcast(bucket, device, group, source)
-
-
-BUCKET_BYTES = 32 * MIB  # many small tensors in one message, and a copy that is never large
-
-
-def _broadcast(
-    tensors: list[Tensor], device: torch.device, group: dist.ProcessGroup | None, source: int
-) -> None:
-    """All of `tensors` in one message of bytes, whatever their dtypes."""
-    if not tensors:
-        return
-    # Larger elements first, so that every part lies on the boundary of its dtype.
-    tensors = sorted(tensors, key=lambda tensor: -tensor.element_size())
-    staged = torch.cat([_as_bytes(tensor).to(device) for tensor in tensors])
-    dist.broadcast(staged, group=group, group_src=source)
-    parts = staged.split([tensor.nbytes for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view(tensor.dtype).reshape(tensor.shape))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

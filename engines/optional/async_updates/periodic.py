@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from engines.data.replicas import sum_flat
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.optional.async_updates.report import Tally, UpdateReport
+from engines.runtime.broadcast import send_from_first
 from engines.runtime.world import World, rank_error_context
-from engines.state.optimizer import OptimizerFactory, send_from_first
+from engines.state.optimizer import OptimizerFactory
 
 
 def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -18,9 +18,9 @@ from engines.optional.async_updates.link import WorkerLink
 from engines.optional.async_updates.messages import Request, ServerMessage, WorkerMessage
 from engines.optional.async_updates.report import UpdateReport
 from engines.optional.async_updates.server import ParameterServer
+from engines.runtime.broadcast import send_from_first
 from engines.runtime.failures import publish_failure
 from engines.runtime.world import World, rank_error_context
-from engines.state.optimizer import send_from_first
 from profiles.errors import RankError
 
 log = logging.getLogger(__name__)

@@ -26,20 +26,29 @@ def _still(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-def _rank_zeros_statistics(plan: str, folder: str) -> tuple[float, float, float, float]:
-    """Errors against one process that saw rank 0's rows: eval loss, states, and what is saved.
-
-    The last number tells how far this rank's own statistics were from rank 0's.
-    """
+def _rank_zeros_statistics(plan: str, folder: str, classic: bool) -> dict[str, float]:
+    """Errors against one process that saw rank 0's rows: after steps, of an evaluation, of states
+    and of what is saved; and how far one that saw rank 1's is from it."""
     case, reference, parallel = parallelize(NAME, plan, optimizer=_still)
     reference.train()
+    other = copy.deepcopy(reference)
+    assert case.loss_fn is not None
     for rows in (8, 6):
         batch = case.batch(rows)
-        parallel.train_step(local_rows(parallel, batch, rows))
-        inputs, _ = split_rows(batch, [rows // 2, rows // 2])[0]  # type: ignore[misc]
-        reference(inputs)
+        mine = local_rows(parallel, batch, rows)
+        if classic:
+            case.loss_fn(parallel(mine[0]), mine[1]).backward()  # type: ignore[index]
+            parallel.optimizer.step()
+            parallel.optimizer.zero_grad()
+        else:
+            parallel.train_step(mine)
+        for replica, part in zip(
+            (reference, other), split_rows(batch, [rows // 2] * 2), strict=True
+        ):
+            replica(part[0])  # type: ignore[index]
     wanted = {n: v.clone() for n, v in reference.named_buffers() if v.is_floating_point()}
     own = {n: v.clone() for n, v in parallel.named_buffers()}
+    others = dict(other.named_buffers())
 
     parallel.eval()
     reference.eval()
@@ -48,7 +57,7 @@ def _rank_zeros_statistics(plan: str, folder: str) -> tuple[float, float, float,
     actual = parallel.eval_step(local_rows(parallel, batch, 5)).item()
     parallel.train()
 
-    parallel.train_step(local_rows(parallel, case.batch(8), 8))  # apart again
+    parallel(local_rows(parallel, case.batch(8), 8)[0])  # type: ignore[index]  # apart again
     reference.train()
     reference(case.batch(8)[0][:4])  # type: ignore[index]
     after = {n: v.clone() for n, v in reference.named_buffers() if v.is_floating_point()}
@@ -56,25 +65,29 @@ def _rank_zeros_statistics(plan: str, folder: str) -> tuple[float, float, float,
     state = parallel.state_dict()
     parallel.load(folder)
     loaded = dict(parallel.named_buffers())
-    return (
-        abs(actual - expected) / expected,
-        max(relative(state[n], value) for n, value in after.items()),
-        max(relative(loaded[n], value) for n, value in after.items()),
-        max(relative(own[n], value) for n, value in wanted.items()),
-    )
+    return {
+        "trained": max(relative(own[n], value) for n, value in wanted.items()),
+        "evaluated": abs(actual - expected) / expected,
+        "state": max(relative(state[n], value) for n, value in after.items()),
+        "saved": max(relative(loaded[n], value) for n, value in after.items()),
+        "other": max(relative(others[n], value) for n, value in wanted.items()),
+    }
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
-def test_evaluation_and_saved_states_use_the_statistics_of_rank_zero(
-    pool: Pool, tmp_path: Path, plan: str
+@pytest.mark.parametrize(
+    ("plan", "classic"),
+    [("dp_replicate=2", False), ("dp_shard=2", False), ("dp_replicate=2", True)],
+)
+def test_statistics_are_those_of_rank_zero(
+    pool: Pool, tmp_path: Path, plan: str, classic: bool
 ) -> None:
     folder = str(tmp_path / "checkpoint")
-    results = pool.run(_rank_zeros_statistics, plan, folder, world_size=2)
-    for evaluated, written, saved, _ in results:
-        assert max(evaluated, written, saved) < 1e-5
-    assert results[0][3] < 1e-5
-    assert results[1][3] > 1e-2  # else the ranks never differed and nothing was shown
+    for errors in pool.run(_rank_zeros_statistics, plan, folder, classic, world_size=2):
+        assert max(errors["evaluated"], errors["state"], errors["saved"]) < 1e-5
+        assert errors["other"] > 1e-2  # else the ranks never differed and nothing was shown
+        if not classic:  # whose forwards send nothing
+            assert errors["trained"] < 1e-5
 
 
 def test_a_plan_of_one_keeps_the_models_own_statistics() -> None:

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from engines.apply import apply_plan
 from engines.data.dense_gradients import require_dense
 from engines.plan import Plan
-from engines.state.optimizer import send_from_first
 from engines.state.optimizer_footprint import sparse_alone
 from profiles.errors import InputError, PlanError
 from profiles.model.profile import ModelProfile
@@ -347,36 +346,3 @@ def _replicated(name: str) -> float:
 def test_adafactor_on_replicas_steps_as_on_one_process(pool: Pool) -> None:
     for error in pool.run(_replicated, "adafactor", world_size=2):
         assert error < 1e-5
-
-
-def _mixed() -> list[Tensor]:
-    """Sizes that leave what follows on no boundary of a larger dtype, and a tensor with strides."""
-    return [
-        torch.tensor([True, False, True]),
-        torch.tensor([1.5, -2.0, 3.25], dtype=torch.float16),
-        torch.tensor([2**53 + 1, -7]),
-        torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).T,
-        torch.tensor(0.1, dtype=torch.float64),
-        torch.tensor([1 + 2j], dtype=torch.complex128),
-        torch.empty(0),
-        torch.tensor([255, 1, 0], dtype=torch.uint8),
-    ]
-
-
-def _sent(small: bool) -> bool:
-    wanted = _mixed()
-    rank = torch.distributed.get_rank()
-    got = wanted if rank == 0 else [torch.zeros_like(tensor) for tensor in wanted]
-    device = torch.device("cpu")
-    if small:  # a message for each
-        for tensor in got:
-            send_from_first([tensor], device)
-    else:
-        send_from_first(got, device)
-    return all(torch.equal(*pair) for pair in zip(got, _mixed(), strict=True))
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("small", [True, False])
-def test_tensors_of_all_dtypes_arrive_bit_for_bit_in_one_message(pool: Pool, small: bool) -> None:
-    assert pool.run(_sent, small, world_size=2) == [True, True]
