@@ -196,6 +196,27 @@ class TestColour:
         assert self.stderr("--no-color", terminal=True).startswith(b"error: unknown command")
 
 
+@pytest.mark.parametrize(
+    ("rank", "said"), [(None, "interrupted\n"), ("0", "interrupted\n"), ("1", "")]
+)
+def test_an_interruption_is_said_once_a_node(
+    rank: str | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click.Group, "invoke", interrupt)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["tree"])
+    assert exited.value.code == 130
+    assert capsys.readouterr().err.strip() == said.strip()
+
+
 def test_errors_are_wrapped_on_a_terminal_and_whole_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
