@@ -27,21 +27,30 @@ OperatorPacket: TypeAlias = OpOverloadPacket
 
 
 def all_gather_single(
-    output: torch.Tensor, part: torch.Tensor, *, group: dist.ProcessGroup | None = None
-) -> None:
+    output: torch.Tensor,
+    part: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
     """All ranks' `part`, one after another, in `output` (torch < 2.13: all_gather_into_tensor)."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    getattr(dist, name)(output, part, group=group)
+    work: dist.Work | None = getattr(dist, name)(output, part, group=group, async_op=async_op)
+    return work
 
 
 def reduce_scatter_single(
-    output: torch.Tensor, whole: torch.Tensor, *, group: dist.ProcessGroup | None = None
-) -> None:
+    output: torch.Tensor,
+    whole: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
     """This rank's part of the sum of `whole` (torch < 2.13: reduce_scatter_tensor)."""
     is_new = hasattr(dist, "reduce_scatter_single")
-    getattr(dist, "reduce_scatter_single" if is_new else "reduce_scatter_tensor")(
-        output, whole, group=group
-    )
+    send = getattr(dist, "reduce_scatter_single" if is_new else "reduce_scatter_tensor")
+    work: dist.Work | None = send(output, whole, group=group, async_op=async_op)
+    return work
 
 
 def default_store() -> dist.Store:

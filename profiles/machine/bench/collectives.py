@@ -22,8 +22,8 @@ from profiles.units import KIB, MIB
 
 TIMED = tuple(Collective)
 SMALLEST_BYTES = 4 * KIB
-# Four-fold steps: two a decade are enough for a line through latency and bandwidth.
-STEP = 4
+# Eight-fold steps: one a decade is enough for a line through latency and bandwidth.
+STEP = 8
 # Timed whatever the budget: below it a slow machine's jitter hides the bandwidth.
 ALWAYS_BYTES = 256 * KIB
 # A GPU's links are not full before some hundred MiB (nccl-tests' published curves).
@@ -32,12 +32,12 @@ CPU_LARGEST_BYTES, GPU_LARGEST_BYTES = 64 * MIB, 1024 * MIB
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25
 # After a barrier the ranks wake up to a scheduler's tick apart, milliseconds where they share
 # cores. Calls in a row, as many as make this or this many, make that small beside them; but no
-# more than the budget has time for, where the sizes that are always timed may take a third.
+# more than the budget has time for, where the sizes that are always timed may take two fifths.
 IN_A_ROW_S, MOST_IN_A_ROW, COMPUTED_IN_A_ROW = 0.02, 16, 4
-ALWAYS_SHARE = 0.3
-# A link's rate is seen in messages that follow each other for this long; those of all axes take at
-# most this share of the budget.
-IN_A_STREAM_S, STREAM_SHARE, MOST_STREAMED = 1.0, 0.25, 256
+ALWAYS_SHARE = 0.4
+# A collective's rate is seen in messages that follow each other for this long; those of all axes
+# take at most this share of the budget.
+IN_A_STREAM_S, STREAM_SHARE, MOST_STREAMED = 0.3, 0.35, 256
 # A step computes between its collectives. On processors that costs them: threads that send find
 # their core taken, and ranks come at different times. Some milliseconds, as between layers: the
 # product of this edge where a rank has a core, a smaller one where ranks share them.
@@ -46,6 +46,8 @@ SMALLEST_EDGE = 64
 
 Tell = Callable[[str], None]
 """Called with what is being timed."""
+Works = Sequence[dist.Work | None]
+"""Messages on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ class AxisTimes:
 
     Attributes:
         fits: latency and bus bandwidth of one group, with computation between the calls; no fit is
-            faster than the stream. What looks so is the noise of short messages, groups that took
-            turns, or a burst that a link lets pass.
+            faster than the stream of that collective. What looks so is the noise of short messages,
+            groups that took turns, or a burst that a link lets pass.
         streamed_bytes_per_s: bus bandwidth of one group in all-reduces that follow each other,
             until the last group has ended.
     """
@@ -65,12 +67,40 @@ class AxisTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Stream:
+    """Messages of one collective that followed each other: seconds until the last one's end.
+
+    Attributes:
+        traffic_bytes: that each rank sent, as of one message (`Collective.bus_factor`).
+    """
+
+    traffic_bytes: float
+    seconds: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.traffic_bytes / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
 class Talk:
-    """This rank's group of an axis, and the seconds of its messages: by collective and size."""
+    """This rank's group of an axis, and the seconds of its messages: by collective and size; and
+    its streams, by collective."""
 
     axis: BenchAxis
     group: dist.ProcessGroup
     seconds: dict[Collective, dict[int, list[float]]]
+    streams: dict[Collective, list[Stream]]
+
+    @classmethod
+    def begin(cls, axis: BenchAxis, group: dist.ProcessGroup) -> Talk:
+        """Nothing has been timed."""
+        return cls(axis, group, {kind: {} for kind in TIMED}, {kind: [] for kind in TIMED})
+
+    @property
+    def streamed_bytes_per_s(self) -> float:
+        """That of all-reduces."""
+        return self._stream(Collective.ALL_REDUCE).bytes_per_s
 
     def sizes(self) -> list[int]:
         """Those that have been timed."""
@@ -81,17 +111,24 @@ class Talk:
         for by_size in self.seconds.values():
             by_size.clear()
 
-    def fits(self, streamed_bytes_per_s: float) -> dict[Collective, LinkFit]:
-        """The line through the medians, for each collective, no faster than the stream."""
-        return {kind: self._fit(kind, streamed_bytes_per_s) for kind in self.seconds}
+    def fits(self) -> dict[Collective, LinkFit]:
+        """The line of each collective."""
+        return {kind: self._fit(kind, self._stream(kind)) for kind in TIMED}
 
-    def _fit(self, kind: Collective, streamed_bytes_per_s: float) -> LinkFit:
+    def _stream(self, kind: Collective) -> Stream:
+        """The one between a faster and a slower one."""
+        in_order = sorted(self.streams[kind], key=lambda stream: stream.bytes_per_s)
+        return in_order[len(in_order) // 2]
+
+    def _fit(self, kind: Collective, stream: Stream) -> LinkFit:
+        """The line through the medians and the stream, which is one long message: a slow link, or
+        ranks that share cores, leave time for short ones alone, whose jitter hides the bytes."""
         factor = kind.bus_factor(self.axis.size)
         points = [(factor * n, statistics.median(s)) for n, s in self.seconds[kind].items()]
-        exact = fit(points)
+        exact = fit([*points, (stream.traffic_bytes, stream.seconds)])
         return LinkFit(
             latency_s=rounded(exact.latency_s),
-            busbw_bytes_per_s=rounded(min(exact.busbw_bytes_per_s, streamed_bytes_per_s)),
+            busbw_bytes_per_s=rounded(min(exact.busbw_bytes_per_s, stream.bytes_per_s)),
             relative_residual=rounded(exact.relative_residual),
         )
 
@@ -114,8 +151,9 @@ def axis_times(
         return {}
     began = time.perf_counter()
     largest = max(largest_bytes, ALWAYS_BYTES)
-    stream_s = max(0.0, min(IN_A_STREAM_S, STREAM_SHARE * budget_s / len(axes)))
-    budget_s -= stream_s * len(axes)
+    streams = FEWEST_ROUNDS * len(axes) * len(TIMED)
+    stream_s = max(0.0, min(IN_A_STREAM_S, STREAM_SHARE * budget_s / streams))
+    budget_s -= stream_s * streams
     messages = _Messages(job, largest, row_s=ALWAYS_SHARE * budget_s / fewest_rows(len(axes)))
 
     def spent_s() -> float:
@@ -139,12 +177,12 @@ def axis_times(
                     for kind in TIMED:
                         messages.time_once(kind, talk, count)
             used_s = spent_s()
-        times = {}
-        for talk in talks:
-            tell(f"{talk.axis}, a stream")
-            rate = messages.streamed_bytes_per_s(talk, stream_s)
-            times[talk.axis] = AxisTimes(talk.fits(rate), rate)
-        return times
+        for turn in range(FEWEST_ROUNDS):
+            for talk in talks:
+                tell(f"{talk.axis}, streams, round {turn + 1}")
+                for kind in TIMED:
+                    messages.time_stream(kind, talk, stream_s)
+        return {talk.axis: AxisTimes(talk.fits(), talk.streamed_bytes_per_s) for talk in talks}
 
 
 def fewest_rows(axes: int) -> int:
@@ -163,7 +201,7 @@ def _climb(
     tell: Tell,
 ) -> None:
     """The first round: sizes as large as can be seen three times in `budget_s`."""
-    climbing, count = list(talks), SMALLEST_BYTES
+    climbing, count, began_s = list(talks), SMALLEST_BYTES, spent_s()
     while climbing and count <= largest_bytes:
         took_s: dict[BenchAxis, float] = {}
         for talk in climbing:
@@ -181,7 +219,7 @@ def _climb(
             # Rows of several calls get shorter as messages get longer; those of one do not.
             once_s = sum(by_size[timed][-1] for by_size in talk.seconds.values())
             planned_s += max(took_s[talk.axis], STEP * 2 * once_s)
-            if FEWEST_ROUNDS * planned_s <= budget_s:
+            if began_s + FEWEST_ROUNDS * (planned_s - began_s) <= budget_s:
                 going_on.append(talk)
         climbing = going_on
 
@@ -195,7 +233,7 @@ def _groups(job: Job, axes: Sequence[BenchAxis]) -> Iterator[list[Talk]]:
             for ranks in axis.groups(job.ranks):  # every rank takes part in making every group
                 group = dist.new_group(ranks, timeout=job.patience)
                 if job.rank in ranks:
-                    talks.append(Talk(axis, group, {kind: {} for kind in TIMED}))
+                    talks.append(Talk.begin(axis, group))
         yield talks
     finally:
         for talk in talks:
@@ -235,7 +273,11 @@ class _Messages:
 
     def time_once(self, kind: Collective, talk: Talk, count: int) -> None:
         """Note the seconds that one message of `count` bytes adds to computing."""
-        call = self._call(kind, talk, count)
+        begin = self._call(kind, talk, count)
+
+        def call() -> None:
+            _wait(begin())
+
         # What the ranks know of one call, from smaller messages; the same on all.
         last_s = next((times[-1] for times in reversed(talk.seconds[kind].values())), 0.0)
         if count in talk.seconds[kind]:
@@ -259,53 +301,54 @@ class _Messages:
         wait_for(self._job.device)
         return self._job.slowest([time.perf_counter() - begin])[0] / repeats
 
-    def streamed_bytes_per_s(self, talk: Talk, stream_s: float) -> float:
-        """Bus bandwidth of this rank's group in its largest all-reduces, several on their way.
+    def time_stream(self, kind: Collective, talk: Talk, stream_s: float) -> None:
+        """Note the largest messages of this rank's group, several on their way.
 
         Groups that compute between their calls take turns on the link they share: each gets all of
         it while the others compute, and their sum is more than the link carries. On processors the
         time of a message varies by more than a fast link needs for its bytes.
         """
         count = talk.sizes()[-1]
-        message = self._sent[: count // 4]
-        one_s = statistics.median(talk.seconds[Collective.ALL_REDUCE][count])
+        one_s = statistics.median(talk.seconds[kind][count])
+        if STEP * one_s <= stream_s and STEP * count <= self._sent.nbytes:
+            count, one_s = STEP * count, STEP * one_s
+        call = self._call(kind, talk, count)
         repeats = max(1, min(MOST_STREAMED, math.ceil(stream_s / one_s)))
         self._job.barrier()
         begin = time.perf_counter()
-        works = [dist.all_reduce(message, group=talk.group, async_op=True) for _ in range(repeats)]
-        for work in works:
-            if work is not None:
-                work.wait()
+        for works in [call() for _ in range(repeats)]:
+            _wait(works)
         wait_for(self._job.device)
         took_s = self._job.slowest([time.perf_counter() - begin])[0]
-        return Collective.ALL_REDUCE.bus_factor(talk.axis.size) * count * repeats / took_s
+        traffic_bytes = kind.bus_factor(talk.axis.size) * count * repeats
+        talk.streams[kind].append(Stream(traffic_bytes, took_s))
 
     def _compute(self) -> None:
         """Compute on the processor, as a step does between its collectives."""
         torch.mm(self._left, self._left, out=self._result)
 
-    def _call(self, kind: Collective, talk: Talk, count: int) -> Callable[[], object]:
-        """One collective whose whole tensor has `count` bytes."""
+    def _call(self, kind: Collective, talk: Talk, count: int) -> Callable[[], Works]:
+        """Begin one collective whose whole tensor has `count` bytes."""
         size, group = talk.axis.size, talk.group
         elements = max(size, count // 4 // size * size)
         whole, other = self._sent[:elements], self._received[:elements]
         part = other[: elements // size]
         match kind:
             case Collective.ALL_REDUCE:
-                return lambda: dist.all_reduce(whole, group=group)
+                return lambda: [dist.all_reduce(whole, group=group, async_op=True)]
             case Collective.ALL_GATHER:
-                return lambda: all_gather_single(whole, part, group=group)
+                return lambda: [all_gather_single(whole, part, group=group, async_op=True)]
             case Collective.REDUCE_SCATTER:
-                return lambda: reduce_scatter_single(part, whole, group=group)
+                return lambda: [reduce_scatter_single(part, whole, group=group, async_op=True)]
             case Collective.ALL_TO_ALL:
-                return lambda: dist.all_to_all_single(other, whole, group=group)
+                return lambda: [dist.all_to_all_single(other, whole, group=group, async_op=True)]
             case Collective.SEND_RECV:
                 return lambda: _pass_on(whole, other, group, size)
 
 
 def _pass_on(
     sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, size: int
-) -> None:
+) -> Works:
     """Every rank sends to the next one and receives from the one before, as pipelines do."""
     mine = dist.get_group_rank(group, dist.get_rank())
     after = dist.get_global_rank(group, (mine + 1) % size)
@@ -314,5 +357,10 @@ def _pass_on(
         dist.P2POp(dist.isend, sent, after, group=group),
         dist.P2POp(dist.irecv, received, before, group=group),
     ]
-    for work in dist.batch_isend_irecv(pair):
-        work.wait()
+    return dist.batch_isend_irecv(pair)
+
+
+def _wait(works: Works) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

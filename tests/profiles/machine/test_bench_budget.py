@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from profiles.machine.bench import collectives
 from profiles.machine.bench.axes import BenchAxis, mesh_axes
-from profiles.machine.bench.collectives import TIMED, AxisTimes, Talk, axis_times
+from profiles.machine.bench.collectives import TIMED, AxisTimes, Talk, Works, axis_times
 from profiles.machine.bench.job import Job
 from profiles.machine.cluster import Collective
 from profiles.units import KIB, MIB
 
 AXES = mesh_axes(num_nodes=1, devices_per_node=4)
-ALWAYS = [4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB]
+SHORTEST_STREAM_S = 0.05  # with a budget of 20 s
+ALWAYS = [4 * KIB, 32 * KIB, 256 * KIB]
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Machine:
         product_s: of two matrices of edge 512, while all ranks multiply.
         message_s: of a message without bytes.
         agreeing_s: for the ranks to agree on a number.
+        sent_s: when the last byte of all messages has arrived: they follow each other.
     """
 
     product_s: float = 0.011
@@ -40,6 +42,7 @@ class Machine:
     bytes_per_s: float = 1e9
     agreeing_s: float = 0.0005
     now_s: float = 0.0
+    sent_s: float = 0.0
     products_s: list[float] = field(default_factory=list)
     calls: list[tuple[BenchAxis, Collective, int]] = field(default_factory=list)
     rows: Counter[tuple[BenchAxis, Collective, int]] = field(default_factory=Counter)
@@ -49,8 +52,14 @@ class Machine:
         self.products_s.append(took_s)
         self.now_s += took_s
 
-    def send(self, size: int) -> None:
-        self.now_s += self.message_s + size / self.bytes_per_s
+    def send(self, size: int) -> SimpleNamespace:
+        arrives_s = max(self.sent_s, self.now_s + self.message_s) + size / self.bytes_per_s
+        self.sent_s = arrives_s
+
+        def wait() -> None:
+            self.now_s = max(self.now_s, arrives_s)
+
+        return SimpleNamespace(wait=wait)
 
 
 @pytest.fixture
@@ -61,14 +70,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     @contextmanager
     def groups(job: Job, axes: Sequence[BenchAxis]) -> Iterator[list[Talk]]:
         group = cast(dist.ProcessGroup, None)
-        yield [Talk(axis, group, {kind: {} for kind in TIMED}) for axis in axes]
+        yield [Talk.begin(axis, group) for axis in axes]
 
-    def call(_: object, kind: Collective, talk: Talk, count: int) -> Callable[[], None]:
+    def call(_: object, kind: Collective, talk: Talk, count: int) -> Callable[[], Works]:
         here.rows[talk.axis, kind, count] += 1
 
-        def send() -> None:
+        def send() -> Works:
             here.calls.append((talk.axis, kind, count))
-            here.send(count)
+            return [cast(dist.Work, here.send(count))]
 
         return send
 
@@ -80,7 +89,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(collectives, "_groups", groups)
     monkeypatch.setattr(collectives._Messages, "_call", call)
     monkeypatch.setattr(collectives._Messages, "_compute", compute)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: here.send(tensor.nbytes))
     return here
 
 
@@ -111,7 +119,7 @@ def test_a_bench_of_processors_that_share_cores_keeps_to_its_budget(
             for size in ALWAYS:
                 assert machine.rows[axis, kind, size] >= 3
     if budget_s >= 10:  # most of it is left for larger messages
-        assert max(machine.rows[axis, Collective.ALL_REDUCE, 4 * MIB] for axis in AXES) >= 3
+        assert max(machine.rows[axis, Collective.ALL_REDUCE, 2 * MIB] for axis in AXES) >= 3
 
 
 def test_with_time_enough_calls_follow_each_other_for_twenty_milliseconds(machine: Machine) -> None:
@@ -139,4 +147,6 @@ def test_a_message_costs_what_it_adds_to_computing(machine: Machine) -> None:
         assert fitted.latency_s == pytest.approx(machine.message_s, rel=1e-3)
         # An all-gather of n ranks sends (n - 1) / n of the whole tensor.
         share = (AXES[0].size - 1) / AXES[0].size
-        assert fitted.busbw_bytes_per_s / share == pytest.approx(machine.bytes_per_s, rel=1e-3)
+        reached = fitted.busbw_bytes_per_s / share / machine.bytes_per_s
+        # No more than a stream shows, whose first message has its latency too.
+        assert 1 - machine.message_s / SHORTEST_STREAM_S < reached < 1 + 1e-3
