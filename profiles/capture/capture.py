@@ -53,7 +53,7 @@ def capture(
     tell what is fixed from what grows per sample.
 
     Kernels are those that torch has on a CPU: attention with dropout counts unfused, recurrent
-    layers count step by step, an LSTM its products alone. Models of transformers have the attention
+    layers count step by step, an LSTM as oneDNN runs it. Models of transformers have the attention
     masks of a real run (see `profiles.capture.transformers_compat`); one given in the sample counts
     as if it hid something.
 

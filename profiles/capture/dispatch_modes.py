@@ -45,7 +45,7 @@ from profiles.torch_compat import (
     tensors_in,
     tensors_written,
 )
-from profiles.trace.chains import Chains, Fusing, kind_of_module
+from profiles.trace.chains import Chains, kind_of_module
 from profiles.trace.scopes import Chain, Scope
 
 _SCOPE = "scope"  # key among the notes of autograd nodes
@@ -104,7 +104,6 @@ class TraceMode(FakeRunMode):
         self._chain = self.scope.chain  # of the backward
         self._chains = Chains()
         self._kinds: list[FusibleKind] = []  # of the modules that are being called
-        self._lstms = 0  # that are being called
         self._layers = LayerTrace(
             storages,
             lambda: None if self._in_backward else self.scope,
@@ -135,10 +134,6 @@ class TraceMode(FakeRunMode):
             if kind is not None:
                 module.register_forward_pre_hook(self._inside(kind))
                 module.register_forward_hook(self._outside, always_call=True, prepend=True)
-            if isinstance(module, nn.LSTM) and not module.proj_size:
-                # oneDNN runs its gates inside its products, as cuDNN does.
-                module.register_forward_pre_hook(self._begin_lstm)
-                module.register_forward_hook(self._end_lstm, always_call=True, prepend=True)
 
     def _inside(self, kind: FusibleKind) -> Callable[..., None]:
         # No partial: `profiles.capture.module_state` knows the hooks of this package by their
@@ -155,19 +150,8 @@ class TraceMode(FakeRunMode):
             self._kinds.pop()
             self._begin_chain()
 
-    def _begin_lstm(self, *_: object) -> None:
-        if not self._in_backward:
-            self._lstms += 1
-            self._begin_chain()
-
-    def _end_lstm(self, *_: object) -> None:
-        if not self._in_backward:
-            self._lstms -= 1
-            self._begin_chain()
-
     def _begin_chain(self) -> None:
         self.scope.begin_chain(next_sequence_number(), self._kinds[-1] if self._kinds else None)
-        self.scope.chain.is_inside = self._lstms > 0
 
     def enter(self, scope: Scope, inputs: object) -> None:
         """Begin a call with these inputs."""
@@ -363,7 +347,7 @@ class TraceMode(FakeRunMode):
         moved = self._move(operator, chain, inputs, outputs)
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(flop=flop, moved_bytes=moved, kernels=int(flop > 0 or not chain.is_inside))
+            work.add(flop=flop, moved_bytes=moved, kernels=1)
         call = attended(operator, args, kwargs)
         if call is not None:
             calls = (part or self.scope).attention
@@ -406,7 +390,7 @@ class TraceMode(FakeRunMode):
     ) -> int:
         """Bytes that a kernel moves, noted in its chain."""
         read, written = read_bytes(operator, inputs, outputs), list(map(occupied_bytes, outputs))
-        fusing = fusing_of(operator) if not chain.is_inside else Fusing(is_fusible=False)
+        fusing = fusing_of(operator)
         memory_of = self.storages.memory_of
         self._chains.operation(
             chain,

@@ -72,16 +72,25 @@ def kept_operators() -> tuple[Operator, ...]:
 def flop_formulas() -> dict[object, FlopFormula]:
     """FLOP of a call by operator: `formula(*args, **kwargs, out_val=result)`.
 
-    torch's own, plus attention on the CPU and grouped matmuls, which torch leaves out (2.13).
+    torch's own, plus what it leaves out (2.13): attention and LSTMs on the CPU, grouped matmuls.
     """
     aten = torch.ops.aten
     missing: dict[object, FlopFormula] = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
+        aten.mkldnn_rnn_layer: functools.partial(_lstm_flop, products=1),
+        aten.mkldnn_rnn_layer_backward: functools.partial(_lstm_flop, products=2),
     }
     if hasattr(aten, "_grouped_mm"):
         missing[aten._grouped_mm] = _grouped_matmul_flop
     return missing | flop_registry
+
+
+def _lstm_flop(
+    value: Tensor, of_inputs: Tensor, of_states: Tensor, *_: object, products: int, **__: object
+) -> int:
+    """Products of all steps (steps, rows, width) with the weights; their gradients are two each."""
+    return products * 2 * value.shape[0] * value.shape[1] * (of_inputs.numel() + of_states.numel())
 
 
 def attended(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attended | None:

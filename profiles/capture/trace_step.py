@@ -19,6 +19,7 @@ from profiles.capture.fake_mode import KEPT, FakeRunMode
 from profiles.capture.fake_tensors import Fakes, stand_ins
 from profiles.capture.known_values import ArrayReads, known_values
 from profiles.capture.loss_watch import LossWatch
+from profiles.capture.lstm_kernels import LstmKernels
 from profiles.capture.model_errors import explained
 from profiles.capture.repeats import Repeats, drawn_state
 from profiles.capture.storages import Storages
@@ -110,8 +111,9 @@ def trace_step(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         are_copies = source is CaptureSource.RUN
         fakes = stack.enter_context(stand_ins(modules, cast=low_precision, copies=are_copies))
-        # oneDNN's recurrent layers keep a workspace whose size only the kernel knows.
-        stack.enter_context(without_onednn())
+        if not are_copies:
+            stack.enter_context(without_onednn())  # its kernels need values
+            stack.enter_context(LstmKernels())
         batch = repeat_rows(map_batch(fakes.of, subject.sample), times, subject.dims)
         before = (storage_of(t) for t in (*fakes.all(), *tensors_in(batch)))
         by_storage = {

@@ -121,7 +121,6 @@ class Chain:
     Attributes:
         part: of the scope, that runs them; None before its first layer.
         kind: of all operations within a module; None where each operation says.
-        is_inside: a library runs them inside the products around them.
         hints: kinds of characteristic operations.
         unmade: memory that one kernel never makes.
     """
@@ -131,7 +130,6 @@ class Chain:
         "forward",
         "hints",
         "ingredients",
-        "is_inside",
         "is_scores",
         "kind",
         "part",
@@ -145,7 +143,6 @@ class Chain:
         self.scope, self.part, self.kind = scope, part, kind
         self.forward, self.backward = ChainTraffic(self), ChainTraffic(self)
         self.hints: set[FusibleKind] = set()
-        self.is_inside = False
         self.is_scores = False  # softmax of scores: attention written out
         self.saving = Saving()
         self.unmade: set[int] = set()

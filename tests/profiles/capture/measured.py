@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,6 @@ from torch.utils.flop_counter import (
 
 from profiles.capture.batch import Batch, LossFn, call_model, loss_of
 from profiles.capture.batch_tree import batch_tensors
-from profiles.torch_compat import without_onednn
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,7 @@ class Measured:
 
 def measure(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None) -> Measured:
     """Run `model` once and count."""
-    with _step_by_step(model):
-        flop, saved_bytes = _count(model, batch, loss_fn)
+    flop, saved_bytes = _count(model, batch, loss_fn)
     gradient_bytes = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     model.zero_grad(set_to_none=True)
     return Measured(flop, saved_bytes, gradient_bytes)
@@ -48,17 +45,9 @@ def peak_of_a_run(model: nn.Module, batch: Batch, loss_fn: LossFn | None = None)
 
     Under torch's profiler, which takes longer than the run itself.
     """
-    with _step_by_step(model):
-        peak_bytes = _allocations(model, batch, loss_fn)
+    peak_bytes = _allocations(model, batch, loss_fn)
     model.zero_grad(set_to_none=True)
     return peak_bytes
-
-
-def _step_by_step(model: nn.Module) -> AbstractContextManager[None]:
-    """Recurrent layers run step by step, without oneDNN's workspace; convolutions do not use
-    torch's own CPU kernel, which unfolds its input into a buffer nine times as large."""
-    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    return without_onednn() if is_recurrent else nullcontext()
 
 
 def _loss(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> Tensor:
@@ -87,11 +76,14 @@ def _count(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> tuple[int,
 
 
 def missing_formulas() -> dict[object, object]:
-    """torch's counter knows attention on GPUs only, and no grouped matmuls."""
+    """torch's counter knows attention on GPUs only, no LSTM of oneDNN, and no grouped matmuls."""
     aten = torch.ops.aten
 
     def each(q: torch.Size, shape: torch.Size) -> torch.Size:  # grouped queries, torch 2.11
         return torch.Size((*q[:-2], *shape[-2:]))
+
+    def lstm(x: torch.Size, w: torch.Size, u: torch.Size) -> int:  # four gates a step
+        return int(2 * x[0] * x[1] * 4 * u[1] * (x[2] + u[1]))
 
     return {
         aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -101,6 +93,10 @@ def missing_formulas() -> dict[object, object]:
             lambda g, q, k, v, *a, out_shape=None, **kw: sdpa_backward_flop_count(
                 g, q, each(q, k), each(q, v)
             )
+        ),
+        aten.mkldnn_rnn_layer: lambda x, w, u, *a, out_shape=None, **kw: lstm(x, w, u),
+        aten.mkldnn_rnn_layer_backward: (
+            lambda x, w, u, *a, out_shape=None, **kw: 2 * lstm(x, w, u)
         ),
         aten._grouped_mm: lambda x, y, *a, out_shape=None, **kw: 2 * x[-2] * x[-1] * y[-1],
     }

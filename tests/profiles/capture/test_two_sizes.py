@@ -33,16 +33,6 @@ class LastOfTime(nn.Module):
         return out
 
 
-class OfLstm(nn.Module):
-    def __init__(self, lstm: nn.LSTM) -> None:
-        super().__init__()
-        self.lstm = lstm
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(x)[0]
-        return out
-
-
 def ids(rows: int, length: int) -> Tensor:
     return torch.zeros(rows, length, dtype=torch.long)
 
@@ -69,19 +59,6 @@ def test_time_before_rows() -> None:
     forward = sum(unit.cost(Numerics.AS_BUILT).forward_flop.per_sample for unit in profile.units)
     gates, head = 12 * 2 * 4 * 8 * (4 + 8), 2 * 8 * 3  # of a sample, over the whole time
     assert forward == gates + head
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("length", [3, 12])
-def test_gates_of_an_lstm_are_no_kernels(layers: int, length: int) -> None:
-    """oneDNN and cuDNN compute them inside its products: of a layer one of all inputs, and one of
-    each step's state; their two gradients each in the backward, but that of the sample."""
-    lstm = nn.LSTM(4, 8, layers, bias=False, batch_first=True)
-    profile = capture(OfLstm(lstm), torch.ones(5, length, 4))
-    (unit,) = [unit for unit in profile.units if unit.parameters]
-    cost = unit.cost(Numerics.AS_BUILT)
-    assert cost.forward_kernels == layers * (1 + length)
-    assert cost.backward_kernels <= 2 * layers * (1 + length) - 1
 
 
 def test_tensors_that_disagree_are_refused_with_both_sizes() -> None:
