@@ -77,8 +77,12 @@ def sampled(root: Path, *, seed: int) -> Iterator[Mutant]:
         diff = "".join(unified_diff(text.splitlines(True), changed.splitlines(True), n=0))
         if operator.endswith("NumberReplacer") and not _is_small(diff):
             continue  # limits and constants of the catalogue: 20,001 layers at most
-        if "strict=" in diff or re.search(r"^\+.*[(,] */, ", diff, re.MULTILINE):
-            continue  # an assertion, like those of types; a `*` that stands between parameters
+        if (
+            "strict=" in diff
+            or "frozen=" in diff
+            or re.search(r"^\+.*[(,] */, ", diff, re.MULTILINE)
+        ):
+            continue  # guards, like types; a `*` that stands between parameters
         yield Mutant(path=name, operator=operator, text=changed, diff=diff)
 
 

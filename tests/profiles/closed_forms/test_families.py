@@ -15,7 +15,9 @@ from tests.nightly import half
 from tests.profiles.capture.equal_profiles import assert_equal
 from tests.profiles.closed_forms.family_configs import (
     CONFIGS,
+    GROUPED,
     LLAMA_3_8B,
+    MIXTRAL,
     TOKENS,
     Config,
     tokens_of,
@@ -140,3 +142,24 @@ def test_values_across_unit_borders_equal_those_of_a_capture(name: str) -> None:
             for flow in (actual, expected)
         )
         assert sorted(crossing, key=str) == sorted(wanted, key=str), ours[position]
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"), [("mistral", 4096), ("phi3", None), ("mixtral", None)]
+)
+def test_windows_that_a_config_leaves_out_are_those_of_transformers(
+    kind: str, default: int | None
+) -> None:
+    """MistralConfig has a window of 4,096 tokens, the others of its form have none."""
+    config = {**(MIXTRAL if kind == "mixtral" else GROUPED), "model_type": kind}
+    left_out, with_it, without = (
+        profile_from_config(
+            {**config, "max_position_embeddings": 8192, **window},
+            samples=1,
+            sequence_length=5000,
+            name=kind,
+        )
+        for window in ({}, {"sliding_window": 4096}, {"sliding_window": None})
+    )
+    assert with_it.units != without.units
+    assert left_out.units == (without if default is None else with_it).units
