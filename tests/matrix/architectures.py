@@ -7,13 +7,15 @@ least, four heads (two of keys and values where they are grouped), batches of `R
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engines.data.loss_rule import LossWeight
 from profiles.capture.batch import Batch
+from profiles.capture.batch_rows import batch_size
 from tests import zoo
 from tests.engines.cases import token_loss
 from tests.matrix import plain
@@ -30,11 +32,13 @@ class Architecture:
         build: the model in eval mode; random, so set the seed before.
         batch: `ROWS` samples.
         loss_fn: None where the model returns its loss.
+        loss_weight: said where rows act on each other: each microbatch trains on its own loss.
     """
 
     build: Callable[[], nn.Module]
     batch: Batch
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None
+    loss_weight: LossWeight | None = None
 
 
 def _seeded(number: int) -> torch.Generator:
@@ -135,7 +139,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Swin": _hugging_face(_swin, PIXELS),
     "ConvNeXt": _zoo("ConvNeXt", PIXELS),
     "ResNet": _hugging_face(_resnet, PIXELS),
-    "CLIP": _zoo("CLIP", PAIRS),
+    "CLIP": replace(_zoo("CLIP", PAIRS), loss_weight=batch_size),
     "SegFormer": _hugging_face(_segformer, SEGMENTS),
     "MLP": _plain(plain.Mlp, (IMAGES, CLASSES)),
     "nn.Transformer": _plain(plain.Translator, (PLAIN_TEXT[:, 1:], *NEXT_TOKENS), token_loss),

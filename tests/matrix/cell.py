@@ -63,6 +63,7 @@ def difference(
         profile=profile,
         cluster=cpu_ranks(plan.world_size),
         loss_fn=architecture.loss_fn,
+        loss_weight=architecture.loss_weight,
         sample=architecture.batch,
     )
     parts = split_rows(
