@@ -78,12 +78,15 @@ def exchange(
     inside = _inside(plan, loads, ledger, stack=stack)
     if plan.is_replicated:
         total = loads.common_gradient_bytes
-        whole = replicas_s(plan, total, ledger, sent, reduced_share=reduced_share)
+        whole, last = replicas_s(plan, total, ledger, sent, reduced_share=reduced_share)
+        # The last bucket is full at the end of the backward. A link of accelerators has sent it
+        # soon, and their calibration counts it as the others.
+        late = 0.0 if has_host else last
         # A bucket's latency is shared by the units in it.
         each = _of_entries(
-            loads, lambda unit: whole * (unit.gradient_bytes - unit.expert_bytes) / total
+            loads, lambda unit: (whole - late) * (unit.gradient_bytes - unit.expert_bytes) / total
         )
-        return replace(inside, replicate_s=each)
+        return replace(inside, replicate_s=each, root_replicate_s=late)
     if plan.data_parallel.is_sharded:
         return _shards(
             inside,
@@ -202,21 +205,23 @@ def _inside(plan: Plan, loads: Loads, ledger: Ledger, *, stack: Stack) -> Exchan
 
 def replicas_s(
     plan: Plan, gradient_bytes: float, ledger: Ledger, sent: Sent, *, reduced_share: float
-) -> float:
-    """DDP: all-reduce all gradients once per step, in buckets overlapped with the backward, after
-    compression."""
+) -> tuple[float, float]:
+    """DDP: seconds to all-reduce all gradients once per step, in buckets overlapped with the
+    backward, after compression; and those of the last bucket."""
     bucket_bytes = plan.bucket_mib * MIB
     is_named = plan.said("bucket_mib")
     first = min(gradient_bytes, bucket_bytes if is_named else FIRST_BUCKET_BYTES)
     rest = gradient_bytes - first
     buckets = ceil(rest / bucket_bytes)
     sizes = [(first, 1), (rest / buckets, buckets)] if buckets else [(first, 1)]
-    whole = sent.work_s
+    whole, last = sent.work_s, 0.0
     for bucket, count in sizes:
+        last = 0.0
         for sum_bytes in sent.sums_bytes:
             payload = reduced_share * bucket * sum_bytes / gradient_bytes
-            whole += count * _summed(plan, payload, ledger, count=count)
-    return whole
+            last += _summed(plan, payload, ledger, count=count)
+        whole += count * last
+    return whole, last
 
 
 def _summed(plan: Plan, payload: float, ledger: Ledger, *, count: int) -> float:

@@ -33,7 +33,7 @@ from advisor.cost.unit_load import UnitLoad
 from advisor.cost.work import convention
 from advisor.inputs.facts import Facts
 from engines.legality import numerics, scales_loss
-from engines.plan import Plan
+from engines.plan import Aggregation, Compression, Plan
 from engines.tensor.rules import proposed_styles
 from engines.tensor.token_rules import split_tokens
 from profiles.allocator.host_memory import load_memory
@@ -72,6 +72,17 @@ class CostContext:
         second of overlap then adds 0.9 s, nearly as much as no overlap.)
         """
         return self.facts.cluster.device.kind != "cpu"
+
+    def hides_gradients(self, plan: Plan) -> bool:
+        """Return True if replicas exchange gradients beside the backward.
+
+        On CPUs DDP alone does: gloo's all-reduces run in threads, and where the link is slow they
+        wait for it more than they compute, which a bench tells (`ClusterProfile.overlap`). FSDP2's
+        collectives block there, and so do sums that the engine makes of messages.
+        """
+        by_ddp = plan.is_replicated and plan.aggregation is Aggregation.BACKEND
+        is_async = by_ddp and plan.compression is not Compression.POWERSGD
+        return self.overlaps or (is_async and self.facts.cluster.overlap is not None)
 
     @property
     def load_bytes(self) -> float:

@@ -51,7 +51,14 @@ def one_stage(context: CostContext, plan: Plan) -> Estimate:
         stack=context.stack,
     )
     exchanged, waited_s = split_exposed(context.stack, plan, exchanged, computing)
-    unhidden_s = waited_s + small_collectives_s(plan, model, ledger)
+    forward_s = sum(t.count * (t.forward_s + t.forward_launch_s) for t in computing.times)
+    unhidden_s = waited_s + small_collectives_s(
+        plan,
+        model,
+        ledger,
+        forward_s=forward_s,
+        backward_s=busy_s(computing, 1).total - forward_s,
+    )
     unhidden_s += context.experts_s(plan, loads.runs, ledger)
     unhidden_s += context.partial_s(plan, loads.runs, ledger)
     unhidden_s += context.whole_s(plan, loads.runs, ledger)
@@ -59,7 +66,7 @@ def one_stage(context: CostContext, plan: Plan) -> Estimate:
     shards = {"degree": shard_degree(plan), "rounds": plan.forwards}
     unhidden_s += filed_s(plan, [loads], update, ledger, **shards, cluster=cluster)
     unhidden_s += crossed_s(plan, model, context.numerics(plan), ledger)
-    overlaps = context.overlaps
+    overlaps = context.hides_gradients(plan)
     played = replay(plan, computing.times, exchanged, overlaps=overlaps)
     busy = busy_s(computing, plan.forwards)
     added = (plan.forwards - 1) * computing.added.total

@@ -21,18 +21,33 @@ from profiles.workload.stack import TORCH, Stack
 COUNT_BYTES, ROUND_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 32, 8, 16, 4, 8
 
 
-def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> float:
+def small_collectives_s(
+    plan: Plan,
+    model: ModelProfile,
+    ledger: Ledger,
+    *,
+    forward_s: float = 0.0,
+    backward_s: float = 0.0,
+) -> float:
     """Seconds per step of small exposed collectives: sample count and loss, the seed of split
-    layers, checks for unused parameters, batch norms."""
+    layers, checks for unused parameters, batch norms.
+
+    Args:
+        forward_s, backward_s: of a microbatch without stages. Replicas whose forwards exchange
+            nothing count beside the first forward and sum their losses beside the last backward,
+            as all replicas send their running statistics.
+    """
     world = plan.world_size
     replicas, stride = plan.data_degree, plan.cp * plan.tp
     rounds = plan.forwards // plan.in_flight if plan.pp > 1 else 0
     prints = replicas if world > replicas else 0
     count = COUNT_BYTES + ROUND_BYTES * rounds + PRINT_BYTES * prints
-    seconds = sum(
-        ledger.charge(Collective.ALL_REDUCE, purpose, payload, group_size=world)
-        for purpose, payload in (("sample count", count), ("loss", SCALAR_BYTES))
-    )
+    is_alone = plan.is_replicated and world == plan.dp_replicate and not plan.sync_batch_norm
+    messages = (("sample count", count, forward_s), ("loss", SCALAR_BYTES, backward_s))
+    seconds = 0.0
+    for purpose, payload, beside_s in messages:
+        one = ledger.charge(Collective.ALL_REDUCE, purpose, payload, group_size=world)
+        seconds += max(0.0, one - beside_s * is_alone)
     seconds += ledger.charge(
         Collective.SEND_RECV, "seed (broadcast)", SEED_BYTES, group_size=plan.tp
     )
@@ -65,7 +80,7 @@ def small_collectives_s(plan: Plan, model: ModelProfile, ledger: Ledger) -> floa
         group_size=replicas,
         stride=stride,
     )
-    return seconds + one
+    return seconds + max(0.0, one - backward_s)
 
 
 def experts_s(

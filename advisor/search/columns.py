@@ -277,7 +277,9 @@ class Columns:
                 data_parallel=DataParallel.REPLICATE,
                 **self.space.common.only("bucket_mib").fixed,
             )
-            return replicas_s(plan, nbytes, self._ledger, Sent((nbytes,)), reduced_share=share)
+            sent = Sent((nbytes,))
+            seconds, _ = replicas_s(plan, nbytes, self._ledger, sent, reduced_share=share)
+            return seconds
 
         space = self.space
         replicas = np.where(space.kind == HYBRID, space.dp_replicate, 1)

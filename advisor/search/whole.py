@@ -44,8 +44,8 @@ def whole_time(columns: Columns) -> WholeTime:
     exposed, sent = _exposed_s(columns, busy)
     experts = columns.experts_s()
     exposed, sent = exposed + experts, sent + experts
-    if columns.costs.overlaps:
-        overlap = columns.costs.facts.cluster.overlap
+    overlap = columns.costs.facts.cluster.overlap
+    if columns.costs.overlaps or overlap is not None:
         # Slowdown per second of overlap, whichever of the two takes longer, but at most what
         # overlapping saves.
         either = [slowdown(overlap, computing_s=c, sent_s=1.0 - c).middle for c in (0.0, 1.0)]
@@ -74,8 +74,10 @@ def _exposed_s(columns: Columns, busy: Floats) -> tuple[Floats, Floats]:
     both = gathers * gather + reduces * reduce
     middle = one_pass(backward, root=reduces * root_reduce, sent=both)
     last = one_pass(backward, root=root_reduce, sent=gathers * gather + reduce)
-    # All-reduces between replicas have a queue of their own; the root group's is exposed.
-    last = (np.maximum(last, between) if overlaps else last + between) + root_between
+    # All-reduces between replicas have a queue of their own; the root group's is exposed. On
+    # processors that of DDP has (`CostContext.hides_gradients`).
+    beside = overlaps | ~columns.is_sharded
+    last = np.where(beside, np.maximum(last, between), last + between) + root_between
     wall = first + last + (forwards - 1) * (again + middle)
     sent = gather + root_gather + gathers * (2 * forwards - 1) * gather
     sent += gathers * (forwards - 1) * root_gather + forwards * inside
