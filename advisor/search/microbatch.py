@@ -100,7 +100,7 @@ class Microbatch:
         """Number of units that each entry represents."""
         return np.array([unit.count for unit in self.units], dtype=float)
 
-    def _sum(self, amounts: list[float]) -> float:
+    def _sum(self, amounts: list[float] | Floats) -> float:
         return float(self.counts @ np.array(amounts))
 
     @cached_property
@@ -149,10 +149,27 @@ class Microbatch:
         return np.array(pairs).T
 
     @cached_property
-    def forward_share(self) -> float:
-        """Largest share of a unit's seconds that its forward takes."""
-        total = self.unit_s.sum(axis=0)
-        return float((self.unit_s[0][total > 0] / total[total > 0]).max(initial=0.0))
+    def forward_shares(self) -> tuple[float, float]:
+        """Smallest and largest share of a block's seconds that its forward takes; of any unit's,
+        without blocks."""
+        both = self._both_s
+        of = (both > 0) & (self._is_block if self.blocks else True)
+        shares = self.unit_s[0][of] / both[of]
+        return (float(shares.min()), float(shares.max())) if len(shares) else (0.0, 1.0)
+
+    @cached_property
+    def shorter_s(self) -> float:
+        """Seconds by which forwards are shorter than the smallest of `forward_shares`."""
+        return self._sum(np.maximum(0.0, self.forward_shares[0] * self._both_s - self.unit_s[0]))
+
+    @cached_property
+    def longer_s(self) -> float:
+        """Seconds by which forwards are longer than the largest of `forward_shares`."""
+        return self._sum(np.maximum(0.0, self.unit_s[0] - self.forward_shares[1] * self._both_s))
+
+    @property
+    def _both_s(self) -> Floats:
+        return np.asarray(self.unit_s.sum(axis=0))
 
     @cached_property
     def saved(self) -> Floats:

@@ -24,10 +24,13 @@ from engines.plan import Plan, Schedule
 _NAIVE = SCHEDULES.index(Schedule.NAIVE)
 _GPIPE = SCHEDULES.index(Schedule.GPIPE)
 _ONE_F_ONE_B = SCHEDULES.index(Schedule.ONE_F_ONE_B)
+_ZERO_BUBBLE = SCHEDULES.index(Schedule.ZERO_BUBBLE)
 _ZBV = SCHEDULES.index(Schedule.ZBV)
 _ONE_STAGE = [SCHEDULES.index(schedule) for schedule in ONE_STAGE]
 # One microbatch less in flight on each rank after the first.
-_ONE_LESS_EACH = [_ONE_F_ONE_B, SCHEDULES.index(Schedule.ZERO_BUBBLE)]
+_ONE_LESS_EACH = [_ONE_F_ONE_B, _ZERO_BUBBLE]
+# Of a forward in a stage's seconds; without one, stages begin at once.
+_SMALLEST_SHARE = 0.01
 _SPLITS = [SCHEDULES.index(schedule) for schedule in SPLITS_BACKWARD]
 
 
@@ -56,6 +59,7 @@ def staged_time(columns: Columns, usable_bytes: float) -> StagedTime:
     every = columns.gathers * columns.is_sharded
     forward = columns.of(lambda g: g.forward_s + g.exchanged_s[0])
     backward = columns.of(lambda g: g.busy_s - g.forward_s + g.exchanged_s[1])
+    through = forward + backward
     late = (1 - every) * (root + np.maximum(0.0, gather - forward if overlaps else gather))
     forward = _overlapped(forward, every * gather, overlaps) + every * root
     backward = _overlapped(backward, every * gather, overlaps)
@@ -74,7 +78,7 @@ def staged_time(columns: Columns, usable_bytes: float) -> StagedTime:
 
     def step_s(busiest: Floats) -> Floats:
         """Of borders that leave so many blocks to the busiest rank."""
-        one_round, working = _round_s(columns, forward, backward, in_round, busiest)
+        one_round, working = _round_s(columns, forward, backward, through, in_round, busiest)
         if alone > 1:
             # A rank is faster while those that share its cores wait, but the cores do all of the
             # work.
@@ -95,11 +99,17 @@ def _overlapped(computing: Floats, sent: Floats, overlaps: bool) -> Floats:
 
 
 def _round_s(
-    columns: Columns, forward: Floats, backward: Floats, microbatches: Integers, blocks: Floats
+    columns: Columns,
+    forward: Floats,
+    backward: Floats,
+    alone_s: Floats,
+    microbatches: Integers,
+    blocks: Floats,
 ) -> tuple[Floats, Floats]:
     """Seconds of one round, by schedule, and until the average rank is done.
 
-    `forward` and `backward` are of the whole model, `blocks` the busiest rank's.
+    `forward` and `backward` are of the whole model, `alone_s` both without gathers, `blocks`
+    the busiest rank's.
     """
     space = columns.space
     pp, schedule = space.pp, space.schedule
@@ -126,46 +136,75 @@ def _round_s(
     # All forwards pass the slowest stage one after the other, and so do all backwards.
     gpipe = through + sends + (microbatches - 1) * (slowest_forward + slowest_backward)
     busy = microbatches * slowest
-    share = columns.of(lambda g: g.forward_share)
-    no_gathers = columns.gathers * columns.is_sharded == 0
+    most_share, longer = columns.of(lambda g: g.forward_shares[1]), columns.of(lambda g: g.longer_s)
     both = most + least
     sent = np.divide(most, both, out=np.full(len(most), 0.5), where=both > 0)
     one_f_one_b = busy.copy()
-    rows = np.flatnonzero(no_gathers & (schedule == _ONE_F_ONE_B))
-    for total, forwards in ((through, share), (through + sends, np.maximum(share, sent))):
-        bound = _one_f_one_b_s(total[rows], forwards[rows], pp[rows], microbatches[rows])
+    rows = np.flatnonzero(schedule == _ONE_F_ONE_B)
+    for total, share in ((alone_s, most_share), (alone_s + sends, np.maximum(most_share, sent))):
+        bound = one_f_one_b_s(total[rows], share[rows], longer[rows], pp[rows], microbatches[rows])
         one_f_one_b[rows] = np.maximum(one_f_one_b[rows], bound)
+    least_share = columns.of(lambda g: g.forward_shares[0])
+    filled = filled_s(alone_s, least_share, columns.of(lambda g: g.shorter_s), pp, microbatches)
     # Unless weight gradients come later, r transfers follow the end of rank r; and the first
     # microbatch passes all stages forward and backward.
     ended = np.where(splits, 0.0, (pp - 1) / 2 * least)
     first = forward + np.where(splits, 0.0, backward) + sends
     several = np.maximum(busy, np.maximum(working + ended, first))
     one_round = np.select(
-        [schedule == _NAIVE, schedule == _GPIPE, schedule == _ONE_F_ONE_B],
-        [naive, gpipe, one_f_one_b],
+        [
+            schedule == _NAIVE,
+            schedule == _GPIPE,
+            schedule == _ONE_F_ONE_B,
+            schedule == _ZERO_BUBBLE,
+        ],
+        [naive, gpipe, one_f_one_b, np.maximum(several, filled * (space.per_rank == 1))],
         default=several,
     )
     return one_round, working
 
 
-def _one_f_one_b_s(through: Floats, share: Floats, pp: Integers, microbatches: Integers) -> Floats:
+def one_f_one_b_s(
+    through: Floats, share: Floats, longer: Floats, pp: Integers, microbatches: Integers
+) -> Floats:
     """Lower bound of a round of 1F1B, however stages divide the time `through` the whole model.
 
-    Stage s takes t_s per microbatch, at most `share` of it in the forward. Before its first forward
-    the microbatch passes all stages before s, and after its last backward the gradient does.
-    Between its first forward and first backward it passes all stages after s; meanwhile s runs at
-    most p - s - 1 further forwards. So the round takes W >= t + (m - 1 - (p - 1 - s) share) t_s for
-    every s, where t is the sum of all t_s. Hence t = sum t_s <= (W - t) sum 1 / (...).
+    Stage s takes t_s per microbatch, f_s <= `share` t_s + e_s of it in the forward, where all e_s
+    add up to `longer`. Before its first forward the microbatch passes all stages before s, and
+    after its last backward the gradient does. Between its first forward and first backward it
+    passes all stages after s; meanwhile s runs at most a = min(p - s, m) - 1 further forwards. So
+    the round takes W >= t + (m - 1) t_s - a f_s >= t + (m - 1 - a share) t_s - a e_s for every s,
+    where t is the sum of all t_s. Hence t = sum t_s <= (W - t) sum 1 / (m - 1 - a share) + the most
+    of a / (m - 1 - a share), which is that of the first stage, times `longer`.
     """
     shares, which = np.unique(share, return_inverse=True)
     keys, inverse = unique(np.stack([pp, microbatches, which]).astype(np.int64))
     pp, microbatches, share = keys[0], keys[1], shares[keys[2]]
-    total = np.zeros(len(pp))
-    for ahead in range(int(pp.max(initial=0))):
+    total, first = np.zeros(len(pp)), np.zeros(len(pp))
+    for behind in range(int(pp.max(initial=0))):
+        ahead = np.minimum(behind, microbatches - 1)
         others = microbatches - 1 - ahead * share
         room = np.divide(1.0, others, out=np.full(len(pp), np.inf), where=others > 0)
-        total += np.where(ahead < pp, room, 0.0)
-    return np.asarray(through + through / total[inverse])
+        total += np.where(behind < pp, room, 0.0)
+        bounded = (behind < pp) & (others > 0)
+        first[bounded] = np.maximum(first, ahead / np.where(bounded, others, 1.0))[bounded]
+    left = np.maximum(0.0, through - first[inverse] * longer)
+    return np.asarray(through + left / total[inverse])
+
+
+def filled_s(
+    through: Floats, share: Floats, shorter: Floats, pp: Integers, microbatches: Integers
+) -> Floats:
+    """Lower bound of a round that fills the pipeline, with stages as in `one_f_one_b_s`.
+
+    f_s >= `share` t_s - e_s, where all e_s add up to `shorter`. Stage s begins after the forwards
+    of those before it, which take F_s >= share T_s - shorter if these take T_s per microbatch, and
+    then works m t_s <= W - F_s. So T_(s+1) <= T_s + (W + shorter - share T_s) / m, and t = T_p <=
+    (W + shorter) / share (1 - (1 - share / m)^p).
+    """
+    emptied = 1 - (1 - share / microbatches) ** pp
+    rounds = np.divide(share, emptied, out=microbatches / pp, where=share > _SMALLEST_SHARE)
+    return np.asarray(through * rounds - shorter)
 
 
 class StagedBytes(NamedTuple):
