@@ -61,7 +61,8 @@ class Search:
         self._stages = stages
         self._weighed: dict[int, Candidate] = {}
         self._failed: set[int] = set()
-        self._played: dict[int, float] = {}
+        self._with_borders_s: dict[int, float] = {}
+        self._played: set[int] = set()
         self._may_fit_with_borders: set[int] = set()
         self.usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self.usable_bytes
@@ -204,25 +205,32 @@ class Search:
         """Lower bounds of a row's seconds and bytes with its borders, reduced for rounding."""
         nbytes = self._stages.least_peak_bytes(self.space, index)
         return (
-            self._with_borders_s(index) * (1 - ROUNDING),
+            self._bordered_s(index) * (1 - ROUNDING),
             max(nbytes, float(self.bounds.peak_high_bytes[index])) * (1 - ROUNDING),
         )
 
-    def _with_borders_s(self, index: int) -> float:
+    def _bordered_s(self, index: int) -> float:
         """Lower bound of a row's step with its borders."""
-        if index in self._played:
-            return self._played[index]
-        rounds_s = self._stages.least_rounds_s(self.space, index)
-        return max(float(self.bounds.step_s[index]), rounds_s + float(self.bounds.besides_s[index]))
+        if index not in self._with_borders_s:
+            rounds_s = self._stages.least_rounds_s(self.space, index)
+            self._raise(index, rounds_s + float(self.bounds.besides_s[index]))
+        return self._with_borders_s[index]
 
     def played_s(self, index: int) -> float:
         """Lower bound of a row's step with its rounds played: closer, and takes longer."""
         if index not in self._played:
             wall_s, ended_s = self._stages.played_rounds_s(self.space, index)
             rounds_s = max(wall_s, ended_s + float(self.bounds.settling_s[index]))
-            bound = rounds_s + float(self.bounds.besides_s[index])
-            self._played[index] = max(self._with_borders_s(index), bound)
-        return self._played[index]
+            self._bordered_s(index)
+            self._raise(index, rounds_s + float(self.bounds.besides_s[index]))
+            self._played.add(index)
+        return self._with_borders_s[index]
+
+    def _raise(self, index: int, step_s: float) -> None:
+        """Raise a row's bounds of the step, for later queries too."""
+        step_s = max(self._with_borders_s.get(index, float(self.bounds.step_s[index])), step_s)
+        self._with_borders_s[index] = step_s
+        self.bounds.fitting_s[index] = max(self.bounds.fitting_s[index], step_s)
 
     def _may_fit(self, rows: Rows) -> Rows:
         return np.asarray(rows[self._missing[rows] == 0])
@@ -258,7 +266,8 @@ class Search:
                 if fits and self._cannot_fit(index):
                     continue
                 if bounds is self.bounds.fitting_s and index not in self._played:
-                    heappush(waiting, (self.played_s(index), number, index))
+                    self.played_s(index)
+                    heappush(waiting, (float(bounds[index]), number, index))
                     continue
                 candidate = self.candidate(index)
                 if candidate is not None and (candidate.fits or not fits):
@@ -268,10 +277,9 @@ class Search:
             if place == len(shown) or bound * (1 - ROUNDING) > least[0]:
                 break
             index = int(shown[place])
-            if fits and self._exceeds(index):
-                continue
             if bounds is self.bounds.fitting_s:
-                bound = max(bound, self._with_borders_s(index))
+                self._bordered_s(index)
+                bound = float(bounds[index])
             elif bounds is self._missing:
                 enough_bytes = self.usable_bytes + least[0]
                 bound = max(bound, self._least_missing(index, enough_bytes=enough_bytes))
@@ -279,14 +287,6 @@ class Search:
         if len(left) and bounds[left[0]] * (1 - ROUNDING) <= least[0]:
             raise _TooMany
         return best
-
-    def _exceeds(self, index: int) -> bool:
-        """Return True if arithmetic shows that a row exceeds memory; its bound is raised."""
-        if index not in self._weighed and index not in self._may_fit_with_borders:
-            nbytes = self._stages.several_peak_bytes(self.space, index)
-            missing = nbytes * (1 - ROUNDING) - self.usable_bytes
-            self._missing[index] = max(self._missing[index], missing)
-        return bool(self._missing[index] > 0)
 
     def _cannot_fit(self, index: int) -> bool:
         """Return True if a row exceeds memory with its best borders; its bound is raised."""
@@ -315,9 +315,8 @@ class Search:
             for index in group[np.argsort(self.bounds.fitting_s[group], kind="stable")]:
                 if self.bounds.fitting_s[index] * (1 - ROUNDING) > least_s:
                     break
-                if self._exceeds(int(index)):
-                    continue
-                step_s = self._with_borders_s(int(index))
+                self._bordered_s(int(index))
+                step_s = self.bounds.fitting_s[index]
                 if step_s * (1 - ROUNDING) > least_s or self._cannot_fit(int(index)):
                     continue
                 candidate = self.candidate(int(index))
