@@ -26,7 +26,7 @@ from advisor.cost.memory import added_share, shard_degree
 from advisor.cost.runs import UnitRun, runs_of
 from advisor.cost.small_collectives import experts_s, summed_s
 from advisor.cost.stage import StageCost
-from advisor.cost.stage_memory import holds_outputs
+from advisor.cost.stage_memory import StageMemory, holds_outputs
 from advisor.cost.stages import WHOLE, HandedOn, StageBorders
 from advisor.cost.tensor import Styled, hands_on
 from advisor.cost.unit_load import UnitLoad
@@ -53,6 +53,7 @@ class CostContext:
         self._algorithms: AlgorithmCache = {}
         self._loads: dict[tuple[object, ...], Loads] = {}
         self._stages: dict[tuple[object, ...], dict[object, StageCost]] = {}
+        self._chunks: dict[tuple[object, ...], dict[object, StageMemory]] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
         self._shares: dict[object, HandedOn] = {}
@@ -167,7 +168,17 @@ class CostContext:
 
     def stages_of(self, plan: Plan) -> dict[object, StageCost]:
         """Cache of stages, shared by plans with the same stage costs."""
-        key = (
+        key = (*self._microbatch_of(plan), plan.dp_replicate, plan.dp_shard, plan.offload)
+        return self._stages.setdefault(key, {})
+
+    def chunks_of(self, plan: Plan) -> dict[object, StageMemory]:
+        """Cache of stages' memory, shared by plans of more degrees than `stages_of`."""
+        experts = plan.shards_experts and shard_degree(plan)
+        return self._chunks.setdefault((*self._microbatch_of(plan), experts), {})
+
+    def _microbatch_of(self, plan: Plan) -> tuple[object, ...]:
+        """Settings that a stage's memory for one microbatch depends on."""
+        return (
             self.numerics(plan),
             plan.microbatch_size,
             plan.tp,
@@ -175,13 +186,9 @@ class CostContext:
             plan.cp,
             plan.ep,
             plan.data_parallel,
-            plan.dp_replicate,
-            plan.dp_shard,
             plan.recompute,
-            plan.offload,
             holds_outputs(plan, self.stack),
         )
-        return self._stages.setdefault(key, {})
 
     def _styled_units(self, plan: Plan) -> list[Styled]:
         """Styles of each unit, cached for all microbatches."""

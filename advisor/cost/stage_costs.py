@@ -15,13 +15,13 @@ from advisor.cost.loads import Loads
 from advisor.cost.replay import backward, forward
 from advisor.cost.stage import StageCost
 from advisor.cost.stage_host import pass_s, repeated_s, split_s
-from advisor.cost.stage_memory import chunk_of
+from advisor.cost.stage_memory import StageMemory, chunk_of
 from engines.plan import DataParallel, Plan
 
 
 class StageCosts(Sequence[StageCost]):
-    """Costs of the stages of a plan, each when it is asked for: a bound asks for those at both
-    ends. Equal ones are computed once, for all plans."""
+    """Costs of the stages of a plan, each when it is asked for: a bound asks for the memory of
+    those at both ends. Equal ones are computed once, for all plans."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class StageCosts(Sequence[StageCost]):
         self._places, self._borders = places, borders
         self._loads = model.loads(plan)
         # Of one microbatch: independent of schedule and number of microbatches.
-        self._alike = model.stages_of(plan)
+        self._alike, self._chunks = model.stages_of(plan), model.chunks_of(plan)
         self._known: dict[int, StageCost] = {}
 
     def __len__(self) -> int:
@@ -52,13 +52,28 @@ class StageCosts(Sequence[StageCost]):
             self._known[stage] = self._cost(stage)
         return self._known[stage]
 
-    def _cost(self, stage: int) -> StageCost:
+    def memory(self, stage: int) -> tuple[Loads, StageMemory]:
+        """Units and memory of a stage, without its time."""
+        part, chunk, _ = self._memory(stage)
+        return part, chunk
+
+    def _memory(self, stage: int) -> tuple[Loads, StageMemory, object]:
+        """Units and memory of a stage, and what equal ones have in common."""
         model, plan, places = self._model, self._plan, self._places[stage]
         part = self._loads.part(*places)
         received, sent = retained_over(model, plan, self._borders, stage, places)
         key = (part.pieces, received, sent)
+        if key not in self._chunks:
+            self._chunks[key] = chunk_of(
+                plan, part, received_bytes=received, sent_bytes=sent, stack=model.stack
+            )
+        return part, self._chunks[key], key
+
+    def _cost(self, stage: int) -> StageCost:
+        model, plan = self._model, self._plan
+        part, chunk, key = self._memory(stage)
         if key not in self._alike:
-            self._alike[key] = _stage(model, plan, part, received_bytes=received, sent_bytes=sent)
+            self._alike[key] = _stage(model, plan, part, chunk)
         alike = self._alike[key]
         added = alike.computing.added.total * (plan.forwards - 1) / plan.forwards
         device = model.facts.cluster.device
@@ -77,9 +92,7 @@ class StageCosts(Sequence[StageCost]):
         return repeated_s(self._model, self._plan)
 
 
-def _stage(
-    model: CostContext, plan: Plan, part: Loads, *, received_bytes: float, sent_bytes: float
-) -> StageCost:
+def _stage(model: CostContext, plan: Plan, part: Loads, chunk: StageMemory) -> StageCost:
     computing = model.computing(plan, part)
     exchanged = stage_exchange(
         plan,
@@ -108,9 +121,7 @@ def _stage(
 
     return StageCost(
         part=part,
-        chunk=chunk_of(
-            plan, part, received_bytes=received_bytes, sent_bytes=sent_bytes, stack=model.stack
-        ),
+        chunk=chunk,
         computing=computing,
         forward_s=there.wall_s,
         backward_s=back.wall_s,

@@ -45,7 +45,7 @@ class StageLayout:
     places: tuple[tuple[int, int], ...]
     own: tuple[tuple[int, ...], ...]
     borders: tuple[Border, ...]
-    stages: Sequence[StageCost]
+    stages: StageCosts
     ties: tuple[TiedParameter, ...]
     in_round: int
     rounds: int
@@ -184,10 +184,11 @@ def peak_of_rank(
     """Peak of a rank, with `chunks` for its stages; by default those of the first equal stages."""
     received = received_bytes(layout, rank)
     copies = [tie.unit.parameter_bytes for tie in layout.ties if rank in tie.ranks[1:]]
+    parts, of_equal = zip(*(layout.stages.memory(n) for n in layout.own[rank]), strict=True)
     return stage_peak(
         plan,
-        [stage.part for stage in layout.of(rank)],
-        chunks or [stage.chunk for stage in layout.of(rank)],
+        parts,
+        chunks or of_equal,
         layout.in_flight(rank),
         update=_update(model, plan, layout, rank),
         device=model.facts.cluster.device,
