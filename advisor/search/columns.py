@@ -45,6 +45,9 @@ class Microbatches:
         self._places = [place[name] for name in space.segments[1:]]
         # The last unit of each segment: one of them ends each stage.
         self.last_units = np.array([*self._places, len(place)]) - 1
+        # Units of the first segment, and of the last.
+        self.ends = [slice(place) for place in self._places[:1]]
+        self.ends += [slice(place, None) for place in self._places[-1:]]
         self._exact: dict[tuple[int, int, int, int, int], Microbatch] = {}
         self._extrapolated: dict[tuple[int, int, int, int], ExtrapolatedMicrobatch] = {}
 
@@ -131,6 +134,11 @@ class Columns:
         """Amount of each row's microbatch."""
         return np.array([amount(group) for group in self.groups])[self.group]
 
+    def of_each(self, amounts: Callable[[Microbatch], Floats]) -> Floats:
+        """Several amounts of each row's microbatch; the last dimension is that of rows."""
+        groups = np.array([amounts(group) for group in self.groups])
+        return np.moveaxis(groups, 0, -1)[..., self.group]
+
     def each(self, keys: Sequence[Integers], amount: Callable[..., float]) -> Floats:
         """`amount` for each row, computed once per distinct combination of `keys`."""
         ids = tuple(id(key) for key in keys)
@@ -177,9 +185,13 @@ class Columns:
 
     def unsharded_bytes(self) -> Floats:
         """Bytes of unsharded experts' parameters; their gradients are as large."""
-        nbytes = self.of(lambda g: g.loads.unsharded_bytes)
+        return self.of(lambda g: g.loads.unsharded_bytes) * self.unsharded_share
+
+    @property
+    def unsharded_share(self) -> Floats:
+        """Bytes of a row's unsharded experts per byte of those in its microbatch."""
         most = self.space.cp * self._most_shards  # the degree in `Microbatches`
-        return np.where(self.sharded == WITH_EXPERTS, nbytes * most / self.shards, nbytes)
+        return np.where(self.sharded == WITH_EXPERTS, most / self.shards, 1.0)
 
     def whole_bytes(self) -> Floats:
         """Bytes of parameters that cannot be sharded where others are, and of their gradients."""

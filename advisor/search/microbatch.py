@@ -196,19 +196,30 @@ class Microbatch:
         return self._least(forward), self._least(backward)
 
     @cached_property
-    def block_bytes(self) -> tuple[float, float]:
-        """Parameters and gradients of the smallest block."""
-        parameters = np.array([unit.parameter_bytes for unit in self.units], dtype=float)
-        return self._least(parameters), self._least(self._gradients)
-
-    @property
-    def _gradients(self) -> Floats:
-        return np.array([unit.gradient_bytes for unit in self.units], dtype=float)
+    def of_units(self) -> Floats:
+        """Bytes of each unit's (parameters, gradients, parameters in FSDP's root group, experts
+        that are not sharded with the rest), [4, entries]."""
+        amounts = [
+            (
+                unit.parameter_bytes,
+                unit.gradient_bytes,
+                unit.parameter_bytes * (not unit.is_separate),
+                unit.unsharded_bytes,
+            )
+            for unit in self.units
+        ]
+        return np.array(amounts, dtype=float).T
 
     @cached_property
-    def block_share(self) -> float:
-        """Smallest block's share of all gradients, and so of elementwise optimizer states."""
-        return self._least(self._gradients) / self.loads.gradient_bytes
+    def of_block(self) -> Floats:
+        """The least of each in `of_units` of a block."""
+        return np.array([self._least(amounts) for amounts in self.of_units])
+
+    def of_ends(self, ends: Sequence[slice]) -> Floats:
+        """Sums of `of_units`, and of `saved`, over units at these places that are no blocks."""
+        entry = np.repeat(np.arange(len(self.units)), self.counts.astype(int))
+        amounts = np.vstack([self.of_units, self.saved]) * ~self._is_block
+        return np.array([amounts[:, entry[end]].sum(axis=1) for end in ends])
 
     @cached_property
     def block_saved_bytes(self) -> float:
@@ -271,8 +282,8 @@ _OF_ANY_SIZE = (
     "units",
     "counts",
     "blocks",
-    "block_bytes",
-    "block_share",
+    "of_units",
+    "of_block",
     "separate",
     "_is_block",
 )

@@ -66,7 +66,9 @@ class Search:
         self._may_fit_with_borders: set[int] = set()
         self.usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
         missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self.usable_bytes
-        self._missing = np.maximum(0.0, missing)
+        # It is not known how much rows miss that have no borders with which they fit.
+        some = np.where(np.isinf(self.bounds.fitting_s), np.finfo(float).tiny, 0.0)
+        self._missing = np.maximum(some, missing)
 
     @property
     def rows(self) -> Rows:

@@ -25,10 +25,11 @@ _NAIVE = SCHEDULES.index(Schedule.NAIVE)
 _GPIPE = SCHEDULES.index(Schedule.GPIPE)
 _ONE_F_ONE_B = SCHEDULES.index(Schedule.ONE_F_ONE_B)
 _ZERO_BUBBLE = SCHEDULES.index(Schedule.ZERO_BUBBLE)
+_INTERLEAVED = SCHEDULES.index(Schedule.INTERLEAVED)
 _ZBV = SCHEDULES.index(Schedule.ZBV)
 _ONE_STAGE = [SCHEDULES.index(schedule) for schedule in ONE_STAGE]
-# One microbatch less in flight on each rank after the first.
-_ONE_LESS_EACH = [_ONE_F_ONE_B, _ZERO_BUBBLE]
+# The first rank has the first stage, and most microbatches in flight; the last the last.
+_IN_ORDER = [_ONE_F_ONE_B, _ZERO_BUBBLE, _INTERLEAVED]
 # Of a forward in a stage's seconds; without one, stages begin at once.
 _SMALLEST_SHARE = 0.01
 _SPLITS = [SCHEDULES.index(schedule) for schedule in SPLITS_BACKWARD]
@@ -91,7 +92,9 @@ def staged_time(columns: Columns, usable_bytes: float) -> StagedTime:
 
     even, fitting = busiest_blocks(columns, usable_bytes)
     settling = ((rounds - 1) * each_round + last) / pp
-    return StagedTime(step_s(even), step_s(fitting), settling, besides)
+    none_fit = np.isinf(fitting)
+    fitting_s = np.where(none_fit, np.inf, step_s(np.where(none_fit, even, fitting)))
+    return StagedTime(step_s(even), fitting_s, settling, besides)
 
 
 def _overlapped(computing: Floats, sent: Floats, overlaps: bool) -> Floats:
@@ -214,7 +217,9 @@ class StagedBytes(NamedTuple):
         of_model: of the whole model, on all ranks together.
         of_block: of the smallest block, besides `saved` for each of its microbatches in flight.
         blocks: in the model.
-        besides: on every rank.
+        besides: on every rank; on those between the first and the last `received` too.
+        first, last: of units before and after the blocks, on the first rank and on the last, with
+            one microbatch in flight on the last rank and one more on each rank before it.
     """
 
     of_model: Floats
@@ -222,6 +227,9 @@ class StagedBytes(NamedTuple):
     saved: Floats
     blocks: Floats
     besides: Floats
+    received: Floats
+    first: Floats
+    last: Floats
 
 
 def staged_bytes(columns: Columns) -> StagedBytes:
@@ -240,22 +248,32 @@ def staged_bytes(columns: Columns) -> StagedBytes:
         buffers = buffers * (space.schedule == _ONE_F_ONE_B)
         of_model += buffers * columns.of(lambda g: read_out_bytes(g.loads))
 
-    # States of a block are proportional to its gradients, unless its experts have other copies.
-    is_even = facts.workload.optimizer.is_elementwise & ((space.ep == 1) | ~columns.is_sharded)
-    of_block = columns.of(lambda g: g.block_bytes[0]) * shares.of_parameters
-    of_block += columns.of(lambda g: g.block_bytes[1]) * shares.gradients
-    of_block += states * columns.of(lambda g: g.block_share) * is_even
+    def resident(amounts: Floats) -> Floats:
+        """Bytes of a part of the model, in proportion to its `Microbatch.of_units`."""
+        parameters, gradients, root, experts = amounts
+        whole = parameters * shares.of_parameters + gradients * shares.gradients
+        experts = experts * columns.unsharded_share
+        if stack.states is None:
+            whole += root * shares.root + 2 * experts
+        return np.asarray(whole + states * is_even * (gradients / columns.shards + experts) / own)
+
+    is_even = facts.workload.optimizer.is_elementwise
+    own = columns.of(lambda g: g.loads.gradient_bytes) / columns.shards + columns.unsharded_bytes()
+    of_block = resident(columns.of_each(lambda g: g.of_block))
+    ends = columns.of_each(lambda g: g.of_ends(columns.microbatches.ends))
+    first, last = (resident(end[:4]) for end in ends)
+    first, last = first + space.pp * ends[0, 4], last + ends[1, 4]
 
     in_round = np.where(space.schedule == _NAIVE, 1, space.microbatches)
     besides = np.full(len(space), message_bytes(stack) + workspace_bytes(device, stack))
-    if stack.states is None:
-        borders = in_round * (2 * space.per_rank - 1)
-        besides += borders * columns.of(lambda g: g.least_received_bytes)
+    received = in_round * columns.of(lambda g: g.least_received_bytes) * (stack.states is None)
+    besides += (2 * space.per_rank - 1) * received
     batch = facts.model.batch_bytes
     besides += batch.fixed + batch.per_sample * space.microbatch_size * space.forwards
     besides += facts.model.buffer_bytes + _ending_bytes(columns)
     saved = columns.of(lambda g: g.block_saved_bytes)
-    return StagedBytes(of_model, of_block, saved, columns.of(lambda g: g.blocks), besides)
+    blocks = columns.of(lambda g: g.blocks)
+    return StagedBytes(of_model, of_block, saved, blocks, besides, received, first, last)
 
 
 def staged_peak_bytes(columns: Columns) -> Floats:
@@ -269,26 +287,37 @@ def staged_peak_bytes(columns: Columns) -> Floats:
 
 def busiest_blocks(columns: Columns, usable_bytes: float) -> tuple[Floats, Floats]:
     """Least number of blocks of the busiest rank: for any borders, and for those that fit
-    `usable_bytes`.
+    `usable_bytes`; endless if none fit.
 
-    With one stage per rank and one microbatch in flight on the last rank, two on the one before and
-    so on, a rank with k of them has room for c_k blocks. The busiest has at least those that the j
-    ranks with the least room leave to the others: T >= (blocks - c_p - ... - c_(p-j+1)) / (p - j).
+    With k microbatches in flight (see `_in_flight`), rank r has room for c_r blocks. The busiest
+    has at least those that the ranks before leave to it and those behind: T >= (blocks - c_0 - ...
+    - c_(r-1)) / (p - r).
     """
     space, amounts = columns.space, staged_bytes(columns)
     even = np.ceil(amounts.blocks / space.pp)
     least = even.copy()
-    takes_turns = (space.per_rank == 1) & np.isin(space.schedule, _ONE_LESS_EACH)
+    in_order = np.isin(space.schedule, _IN_ORDER)
     room = room_bytes(usable_bytes, columns.costs.facts.cluster.device) - amounts.besides
-    for ranks in np.unique(space.pp[takes_turns]):
-        rows = np.flatnonzero((space.pp == ranks) & takes_turns)
+    for ranks in np.unique(space.pp[in_order]):
+        rows = np.flatnonzero((space.pp == ranks) & in_order)
         left, most = amounts.blocks[rows], least[rows]
-        for in_flight in range(int(ranks), 1, -1):
+        for rank in range(int(ranks)):
+            most = np.maximum(most, left / (ranks - rank))
+            in_flight = _in_flight(space.schedule[rows], rank, int(ranks))
             each = np.maximum(amounts.of_block[rows] + in_flight * amounts.saved[rows], 1.0)
-            left = left - np.floor(np.maximum(room[rows], 0.0) / each * (1 + ROUNDING))
-            most = np.maximum(most, left / (in_flight - 1))
-        least[rows] = np.ceil(most * (1 - ROUNDING))
+            others = {0: amounts.first, int(ranks) - 1: amounts.last}.get(rank, amounts.received)
+            own = np.maximum(room[rows] - others[rows], 0.0)
+            left = left - np.floor(own / each * (1 + ROUNDING))
+        least[rows] = np.where(left > 0, np.inf, np.ceil(most * (1 - ROUNDING)))
     return even, least
+
+
+def _in_flight(schedule: Integers, rank: int, ranks: int) -> Integers:
+    """Microbatches in flight in all stages of a rank at its first backward, at least: one on the
+    last rank and one more on each before it. Interleaved stages warm up for twice as long, but for
+    no more than a round."""
+    behind = ranks - 1 - rank
+    return np.where(schedule == _INTERLEAVED, min(ranks, 2 * behind + 1), behind + 1)
 
 
 def _shares(columns: Columns) -> _Shares:
@@ -340,10 +369,10 @@ def _ending_bytes(columns: Columns) -> Floats:
 def _fullest_of_blocks(columns: Columns, amounts: StagedBytes) -> Floats:
     """Lower bound of the fullest rank's bytes of blocks.
 
-    One microbatch is in flight on every rank (naive), all of a round (GPipe), or on the ranks at
-    least 1, 2, ..., p of them (all others). In U bytes a rank with k microbatches has room for
-    U / (of_block + k saved) blocks, and all ranks must have room for all blocks:
-    U >= blocks / sum 1 / (of_block + k saved).
+    One microbatch is in flight on every rank (naive), all of a round (GPipe), or as many as
+    `_in_flight` (all others). In U bytes a rank with k microbatches has room for U / (of_block + k
+    saved) blocks, and all ranks must have room for all blocks: U >= blocks / sum 1 / (of_block + k
+    saved).
     """
     space, blocks = columns.space, amounts.blocks
     resident, saved = amounts.of_block, amounts.saved
@@ -355,6 +384,6 @@ def _fullest_of_blocks(columns: Columns, amounts: StagedBytes) -> Floats:
     for ranks in np.unique(pp[~is_equal]):
         rows = np.flatnonzero((pp == ranks) & ~is_equal)
         own, each = resident[rows], saved[rows]
-        in_flight = range(1, int(ranks) + 1)
+        in_flight = (_in_flight(schedule[rows], rank, int(ranks)) for rank in range(int(ranks)))
         room[rows] = sum(1 / np.maximum(own + n * each, 1.0) for n in in_flight)  # at least a byte
     return np.where(is_equal, equal, np.where(blocks > 0, blocks / room, 0.0))
