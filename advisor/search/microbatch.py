@@ -153,7 +153,7 @@ class Microbatch:
         """Smallest and largest share of a block's seconds that its forward takes; of any unit's,
         without blocks."""
         both = self._both_s
-        of = (both > 0) & (self._is_block if self.blocks else True)
+        of = (both > 0) & (self.is_block if self.blocks else True)
         shares = self.unit_s[0][of] / both[of]
         return (float(shares.min()), float(shares.max())) if len(shares) else (0.0, 1.0)
 
@@ -179,15 +179,15 @@ class Microbatch:
     # The smallest block
 
     @cached_property
-    def _is_block(self) -> NDArray[np.bool_]:
+    def is_block(self) -> NDArray[np.bool_]:
         return np.array([unit.is_block for unit in self.units])
 
     def _least(self, amounts: Floats) -> float:
-        return float(amounts[self._is_block].min(initial=np.inf)) if self.blocks else 0.0
+        return float(amounts[self.is_block].min(initial=np.inf)) if self.blocks else 0.0
 
     @cached_property
     def blocks(self) -> float:
-        return float(self.counts[self._is_block].sum())
+        return float(self.counts[self.is_block].sum())
 
     @cached_property
     def block_s(self) -> tuple[float, float]:
@@ -218,7 +218,7 @@ class Microbatch:
     def of_ends(self, ends: Sequence[slice]) -> Floats:
         """Sums of `of_units`, and of `saved`, over units at these places that are no blocks."""
         entry = np.repeat(np.arange(len(self.units)), self.counts.astype(int))
-        amounts = np.vstack([self.of_units, self.saved]) * ~self._is_block
+        amounts = np.vstack([self.of_units, self.saved]) * ~self.is_block
         return np.array([amounts[:, entry[end]].sum(axis=1) for end in ends])
 
     @cached_property
@@ -285,7 +285,7 @@ _OF_ANY_SIZE = (
     "of_units",
     "of_block",
     "separate",
-    "_is_block",
+    "is_block",
 )
 
 

@@ -217,9 +217,10 @@ class StagedBytes(NamedTuple):
         of_model: of the whole model, on all ranks together.
         of_block: of the smallest block, besides `saved` for each of its microbatches in flight.
         blocks: in the model.
-        besides: on every rank; on those between the first and the last `received` too.
-        first, last: of units before and after the blocks, on the first rank and on the last, with
-            one microbatch in flight on the last rank and one more on each rank before it.
+        besides: on every rank; `running` on one with blocks, while the last one's backward begins.
+        first, between, last: on a rank with blocks, with `running`: the first rank and the last
+            have the units before and after all blocks, those between receive over two borders; of
+            schedules in `_IN_ORDER`.
     """
 
     of_model: Floats
@@ -227,9 +228,14 @@ class StagedBytes(NamedTuple):
     saved: Floats
     blocks: Floats
     besides: Floats
-    received: Floats
+    running: Floats
     first: Floats
+    between: Floats
     last: Floats
+
+    def on(self, rank: int, ranks: int) -> Floats:
+        """Bytes besides blocks, and besides what every rank has."""
+        return self.first if rank == 0 else self.last if rank == ranks - 1 else self.between
 
 
 def staged_bytes(columns: Columns) -> StagedBytes:
@@ -270,10 +276,14 @@ def staged_bytes(columns: Columns) -> StagedBytes:
     besides += (2 * space.per_rank - 1) * received
     batch = facts.model.batch_bytes
     besides += batch.fixed + batch.per_sample * space.microbatch_size * space.forwards
-    besides += facts.model.buffer_bytes + _ending_bytes(columns)
+    ending, ending_block = _ending_bytes(columns)
+    besides += facts.model.buffer_bytes + ending
+    running = np.maximum(0.0, ending_block - ending)
     saved = columns.of(lambda g: g.block_saved_bytes)
     blocks = columns.of(lambda g: g.blocks)
-    return StagedBytes(of_model, of_block, saved, blocks, besides, received, first, last)
+    # The units after all blocks are done when a block's backward begins.
+    first, between, last = first + running, received + running, np.maximum(last, running)
+    return StagedBytes(of_model, of_block, saved, blocks, besides, running, first, between, last)
 
 
 def staged_peak_bytes(columns: Columns) -> Floats:
@@ -298,26 +308,31 @@ def busiest_blocks(columns: Columns, usable_bytes: float) -> tuple[Floats, Float
     least = even.copy()
     in_order = np.isin(space.schedule, _IN_ORDER)
     room = room_bytes(usable_bytes, columns.costs.facts.cluster.device) - amounts.besides
-    for ranks in np.unique(space.pp[in_order]):
+    for ranks in np.unique(space.pp[in_order]).tolist():
         rows = np.flatnonzero((space.pp == ranks) & in_order)
         left, most = amounts.blocks[rows], least[rows]
-        for rank in range(int(ranks)):
+        for rank in range(ranks):
             most = np.maximum(most, left / (ranks - rank))
-            in_flight = _in_flight(space.schedule[rows], rank, int(ranks))
+            in_flight = _in_flight(space.schedule[rows], space.microbatches[rows], rank, ranks)
             each = np.maximum(amounts.of_block[rows] + in_flight * amounts.saved[rows], 1.0)
-            others = {0: amounts.first, int(ranks) - 1: amounts.last}.get(rank, amounts.received)
-            own = np.maximum(room[rows] - others[rows], 0.0)
+            own = np.maximum(room[rows] - amounts.on(rank, ranks)[rows], 0.0)
             left = left - np.floor(own / each * (1 + ROUNDING))
         least[rows] = np.where(left > 0, np.inf, np.ceil(most * (1 - ROUNDING)))
     return even, least
 
 
-def _in_flight(schedule: Integers, rank: int, ranks: int) -> Integers:
-    """Microbatches in flight in all stages of a rank at its first backward, at least: one on the
-    last rank and one more on each before it. Interleaved stages warm up for twice as long, but for
-    no more than a round."""
-    behind = ranks - 1 - rank
-    return np.where(schedule == _INTERLEAVED, min(ranks, 2 * behind + 1), behind + 1)
+def _in_flight(
+    schedule: Integers, microbatches: Integers, rank: int, ranks: int | Integers
+) -> Integers:
+    """Microbatches in flight in all stages of a rank at its first backward, at least: one (naive),
+    all of a round (GPipe), or one on the last rank and one more on each before it. Interleaved
+    stages warm up for twice as long, but for no more than a round."""
+    behind = ranks - 1 - rank + 0 * schedule
+    return np.select(
+        [schedule == _NAIVE, schedule == _GPIPE, schedule == _INTERLEAVED],
+        [np.ones_like(schedule), microbatches, np.minimum(ranks, 2 * behind + 1)],
+        default=behind + 1,
+    )
 
 
 def _shares(columns: Columns) -> _Shares:
@@ -353,37 +368,43 @@ class _Shares(NamedTuple):
     root: Floats
 
 
-def _ending_bytes(columns: Columns) -> Floats:
-    """Bytes that the last unit of a stage takes while it runs its backward, besides saved ones:
-    those of the segment where that is least, since each stage ends with one."""
+def _ending_bytes(columns: Columns) -> tuple[Floats, Floats]:
+    """Bytes that a unit takes while it runs its backward, besides saved ones: of the last unit of a
+    segment, where that is least, since each stage ends with one; and so of a block."""
     last = columns.microbatches.last_units
     least = []
     for microbatch in columns.groups:
         work, copies = backward_bytes(microbatch, columns.costs.stack)
-        least.append((work[last].min(), (work + copies)[last].min()))
-    alone, with_copy = np.array(least).T
-    gathers = (columns.gathers * columns.is_sharded).astype(bool)
-    return np.asarray(np.where(gathers, with_copy[columns.group], alone[columns.group]))
+        is_block = np.repeat(microbatch.is_block, microbatch.counts.astype(int))
+        least.append(
+            [(n[last].min(), n[is_block].min(initial=np.inf)) for n in (work, work + copies)]
+        )
+    gathers = (columns.gathers * columns.is_sharded).astype(int)
+    ending, of_block = np.array(least)[columns.group, gathers].T
+    return ending, np.where(np.isinf(of_block), 0.0, of_block)
 
 
 def _fullest_of_blocks(columns: Columns, amounts: StagedBytes) -> Floats:
     """Lower bound of the fullest rank's bytes of blocks.
 
-    One microbatch is in flight on every rank (naive), all of a round (GPipe), or as many as
-    `_in_flight` (all others). In U bytes a rank with k microbatches has room for U / (of_block + k
-    saved) blocks, and all ranks must have room for all blocks: U >= blocks / sum 1 / (of_block + k
-    saved).
+    In U bytes a rank with k microbatches in flight (see `_in_flight`) has room for U / (of_block +
+    k saved) blocks, and all ranks must have room for all blocks: U >= blocks / sum 1 / (of_block +
+    k saved). Where k is the same on all ranks, one has the share of all in whole blocks.
     """
     space, blocks = columns.space, amounts.blocks
     resident, saved = amounts.of_block, amounts.saved
     pp, schedule = space.pp, space.schedule
-    most = -(-blocks // pp)
-    equal = most * (resident + saved * np.where(schedule == _NAIVE, 1, space.microbatches))
+    in_flight = _in_flight(schedule, space.microbatches, 0, pp)
+    equal = -(-blocks // pp) * (resident + in_flight * saved)
     is_equal = np.isin(schedule, (_NAIVE, _GPIPE))
     room = np.ones(len(pp))
-    for ranks in np.unique(pp[~is_equal]):
+    for ranks in np.unique(pp[~is_equal]).tolist():
         rows = np.flatnonzero((pp == ranks) & ~is_equal)
         own, each = resident[rows], saved[rows]
-        in_flight = (_in_flight(schedule[rows], rank, int(ranks)) for rank in range(int(ranks)))
-        room[rows] = sum(1 / np.maximum(own + n * each, 1.0) for n in in_flight)  # at least a byte
-    return np.where(is_equal, equal, np.where(blocks > 0, blocks / room, 0.0))
+        of_ranks = (
+            _in_flight(schedule[rows], space.microbatches[rows], rank, ranks)
+            for rank in range(ranks)
+        )
+        room[rows] = sum(1 / np.maximum(own + n * each, 1.0) for n in of_ranks)  # at least a byte
+    of_blocks = np.where(is_equal, equal, blocks / room)
+    return np.where(blocks > 0, of_blocks + amounts.running, 0.0)
