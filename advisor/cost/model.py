@@ -84,7 +84,7 @@ class CostModel(CostContext):
             return self
         if stack.name not in self._others:
             facts = self.facts
-            self._others[stack.name] = CostModel(
+            other = CostModel(
                 Facts(
                     model=facts.model,
                     cluster=facts.cluster,
@@ -93,4 +93,7 @@ class CostModel(CostContext):
                 ),
                 self.calibration,
             )
+            # Of the model alone.
+            other.stages, other._styled, other._styles = self.stages, self._styled, self._styles
+            self._others[stack.name] = other
         return self._others[stack.name]

@@ -59,6 +59,7 @@ class StageBorders:
         self._even: dict[tuple[int, int], tuple[int, ...]] = {}
         self._retained: dict[tuple[int, int, HandedOn, Numerics], tuple[Affine, Affine]] = {}
         self._crossing: dict[tuple[int, HandedOn, Numerics], tuple[Affine, Affine]] = {}
+        self._keys: dict[int, tuple[tuple[int, int], ...]] = {}
         flow = model.flow
         # Units that are called again, or that call others.
         self._callers = {*flow.called_again(), *(caller for _, caller in flow.inside)}
@@ -122,7 +123,7 @@ class StageBorders:
             sent = before.cost(numerics).output_bytes.at(samples) * shares.of(before.name)
             return sent, sent
         if (place, shares, numerics) not in self._crossing:
-            keys = model.flow.crossing_keys(start)
+            keys = self._crossing_keys(start)
             self._crossing[place, shares, numerics] = self._counted(keys, numerics, shares)
         activations, gradients = self._crossing[place, shares, numerics]
         return activations.at(samples), gradients.at(samples)
@@ -156,14 +157,19 @@ class StageBorders:
         known = first, last, shares, numerics
         if known not in self._retained:
             taken = self._first_taken
-            received = [key for key in flow.crossing_keys(start) if start <= taken[key] < end]
-            sent = [key for key in flow.crossing_keys(end) if key[0] >= start]
+            received = [key for key in self._crossing_keys(start) if start <= taken[key] < end]
+            sent = [key for key in self._crossing_keys(end) if key[0] >= start]
             self._retained[known] = (
                 self._counted(received, numerics, shares)[0],
                 self._counted(sent, numerics, shares)[0],
             )
         taken_first, made = self._retained[known]
         return taken_first.at(samples), made.at(samples)
+
+    def _crossing_keys(self, position: int) -> tuple[tuple[int, int], ...]:
+        if position not in self._keys:
+            self._keys[position] = self._model.flow.crossing_keys(position)
+        return self._keys[position]
 
     @cached_property
     def repeated(self) -> tuple[int, ...]:

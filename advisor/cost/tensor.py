@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import ceil
 from typing import NamedTuple
 
+from advisor.cost.path_pattern import PathPattern
 from engines.tensor.styles import LOCAL, Kind, Style, cutting, without_numbers
 from engines.tensor.token_rules import SPLIT
 from profiles.machine.cluster import Collective
@@ -74,48 +74,23 @@ Styled = tuple[AppliedStyles, ...]
 """Of a unit itself, then of each of its layers."""
 
 
-class _Pattern(NamedTuple):
-    """`engines.tensor.styles.matches`, for one pattern and many paths.
-
-    `names`: literal parts by position; `others` for alternatives.
-    """
-
-    length: int
-    names: tuple[tuple[int, str], ...]
-    others: tuple[tuple[int, str], ...]
-
-    @classmethod
-    def of(cls, pattern: str) -> _Pattern:
-        parts = list(enumerate(pattern.split(".")))
-        others = tuple(part for part in parts if set("*?[") & set(part[1]))
-        return cls(len(parts), tuple(part for part in parts if part not in others), others)
-
-    def fits(self, parts: Sequence[str]) -> bool:
-        """Return True if the pattern matches a path of the same length."""
-        return all(parts[place] == name for place, name in self.names) and all(
-            fnmatchcase(parts[place], wanted) for place, wanted in self.others
-        )
-
-
 class Styles:
     """Lookup of `Plan.tensor_styles` by path."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
-        styles = [(_Pattern.of(pattern), Style.parse(text)) for pattern, text in pairs]
-        self._of_length: dict[int, list[tuple[_Pattern, Style]]] = {}
-        # True if blocks of one list have the same styles, whatever their numbers.
-        self._ignores_numbers = all(
-            not any(name.isdecimal() for _, name in pattern.names)
-            and all(wanted == "*" for _, wanted in pattern.others)
-            for pattern, _ in styles
-        )
+        styles = [(PathPattern.of(pattern), Style.parse(text)) for pattern, text in pairs]
+        self._of_length: dict[int, list[tuple[PathPattern, Style]]] = {}
+        # Others fit blocks of one list whatever their numbers.
+        self._numbered = [pattern for pattern, _ in styles if pattern.is_numbered]
         self._known: dict[tuple[str, int], tuple[Sequence[LayerCost], Styled]] = {}
         for pattern, style in styles:
             self._of_length.setdefault(pattern.length, []).append((pattern, style))
 
     def of_unit(self, unit: UnitProfile, layers: Sequence[LayerCost]) -> Styled:
         """Styles of `unit` and of each of its `layers`."""
-        name = without_numbers(unit.name) if self._ignores_numbers else unit.name
+        parts = unit.name.split(".")
+        is_numbered = any(pattern.may_fit(parts) for pattern in self._numbered)
+        name = unit.name if is_numbered else without_numbers(unit.name)
         key = name, id(layers)  # equal blocks share one layers object
         if key not in self._known:
             inside = [self._of_layer(unit.name, layer.path) for layer in layers]

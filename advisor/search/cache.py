@@ -58,6 +58,7 @@ class SearchCache:
         if name not in self._others:
             self._others[name] = SearchCache(costs)
             self._others[name]._styles = self._styles  # settings change no sequence parallelism
+            self._others[name]._traffic = self._traffic
         return self._others[name]
 
     def is_too_long(self, partial: PartialPlan, styles: Styles | None) -> bool:
