@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from engines.data.hidden_outputs import close_output, opened
 from engines.plan import Plan
 from engines.runtime.world import World
 from profiles.errors import ModelError
@@ -60,7 +61,7 @@ def replicate(
     if dist.get_backend(group) == "fake":
         # DDP waits for a result that fake groups do not have; a hook in Python does the same.
         runner.register_comm_hook(group, all_reduced)
-    _require_calls_through(runner)
+    _require_calls_through(runner, opens=profile.may_skip_parameters)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.ndim > 2 and 1 in parameter.shape:
             parameter.register_hook(functools.partial(_with_strides_of, parameter.stride()))
@@ -105,27 +106,35 @@ def _with_strides_of(strides: tuple[int, ...], gradient: Tensor) -> Tensor:
     return gradient.as_strided(gradient.shape, strides) if is_alike else gradient
 
 
-def _require_calls_through(runner: DistributedDataParallel) -> None:
+def _require_calls_through(runner: DistributedDataParallel, *, opens: bool) -> None:
     """Refuse a training forward of the user's own module: it would exchange nothing, and each rank
-    would silently learn from its own data alone."""
-    under_way = False
+    would silently learn from its own data alone. `opens`: show the runner what lies in objects of
+    an output, where it looks for unused parameters from there."""
+    under_way = is_runners = False
 
     def begin(module: nn.Module, args: object) -> None:
         nonlocal under_way
         under_way = True
 
     def check(module: nn.Module, args: object) -> None:
-        nonlocal under_way
+        nonlocal under_way, is_runners
         is_copy = module is not runner.module  # a deep copy has this hook too
         if not under_way and not is_copy and torch.is_grad_enabled() and module.training:
             raise ModelError(
                 "the model itself was called: its backward would not exchange gradients",
                 hints=["call what `auto_parallelize` returned: `output = parallel(inputs)`"],
             )
+        is_runners = under_way and not is_copy
         under_way = False
+
+    def show(module: nn.Module, args: object, output: object) -> object:
+        return opened(output) if is_runners and module is runner.module else output
 
     runner.register_forward_pre_hook(begin)
     runner.module.register_forward_pre_hook(check)
+    if opens:
+        runner.module.register_forward_hook(show)
+        runner.register_forward_hook(close_output)
 
 
 def require_all_reduced(

@@ -36,10 +36,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from engines.data.hidden_outputs import close_output, open_output
 from engines.data.replicas import local_part
 from engines.plan import DataParallel, OffloadTo, Plan
 from profiles.capture.whole_parameters import whole_parameters
-from profiles.errors import PlanError
+from profiles.errors import ModelError, PlanError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_view, map_tensors
 from profiles.torch_compat.fsdp import (
@@ -47,6 +48,7 @@ from profiles.torch_compat.fsdp import (
     reduce_at_end,
     reduce_now,
     reduce_unused_parameters,
+    unreduced,
 )
 
 
@@ -94,6 +96,7 @@ def shard(
     ) -> None:
         allocate(chain(module.parameters(), module.buffers()))
         module.register_forward_hook(_own_storage)
+        module.register_forward_hook(open_output)
         with _refused(name):
             sharded = fully_shard(
                 module,
@@ -103,6 +106,7 @@ def shard(
                 offload_policy=_offload(plan, mesh),
                 ignored_params=ignored,
             )
+        module.register_forward_hook(close_output)
         if name in profile.flow.changing_others:
             reduce_at_end(sharded)
         if offload is not None:
@@ -201,10 +205,35 @@ def whole_gradients(root: FSDPModule, plan: Plan, *, last: bool) -> Iterator[Non
         reduce_now(root)
 
 
+def require_reduced(root: FSDPModule) -> None:
+    """Require after the last backward of a step that no gradient stayed on the rank that made it.
+
+    Raises:
+        ModelError: the loss depends on tensors that no module returned: FSDP2 did not notice their
+            backward, and each rank would learn from its own rows.
+    """
+    for name in unreduced(root):
+        raise ModelError(
+            f"the gradient of `{name}` was not exchanged: the loss depends on tensors that the"
+            " forward did not return, but kept elsewhere",
+            hints=[
+                "return them too: in a tuple, a dict or an object",
+                "or replicate: dp_replicate without zero",
+            ],
+        )
+
+
 @torch.no_grad()
-def drop_unused(root: nn.Module, profile: ModelProfile) -> None:
-    """Set the gradients of parameters that no rank used to None: zeros were exchanged for them, and
-    optimizers skip None, not 0. Where a step's path varies, ranks compare what they used."""
+def drop_unused(root: FSDPModule, profile: ModelProfile) -> None:
+    """After the last backward of a step, set the gradients of parameters that no rank used to None:
+    zeros were exchanged for them, and optimizers skip None, not 0. Where a step's path varies,
+    ranks compare what they used.
+
+    Raises:
+        ModelError: see `require_reduced`.
+    """
+    require_reduced(root)
+    assert isinstance(root, nn.Module)
     trained = {name: p for name, p in root.named_parameters() if p.requires_grad}
     names = list(trained if profile.path_varies else profile.unused)
     gradients = [trained[name].grad for name in names]

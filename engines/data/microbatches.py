@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from engines.data.batch_structure import batch_topic
 from engines.data.coupled_rows import require_no_coupling
+from engines.data.hidden_outputs import every_tensor_in
 from engines.data.loader import ShardedLoader, length_topic, split_rows_evenly
 from engines.data.loss_rule import LossParts, LossWeight, weight_of
 from engines.data.prefetch import CopiesAhead
@@ -34,7 +35,6 @@ from profiles.capture.batch_rows import batch_size, split_rows
 from profiles.capture.batch_tree import batch_tensors, describe, map_batch
 from profiles.errors import BatchError, RankMismatchError
 from profiles.model.profile import ModelProfile
-from profiles.torch_compat import tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -428,7 +428,7 @@ def weighted(loss: Tensor, weight: Tensor) -> Tensor:
 def silence(output: object, weight: Tensor) -> None:
     """Let no gradient into the output of a microbatch without weight: its mean over nothing may be
     0 / 0, whose gradient is no number even where the loss is multiplied by 0."""
-    for tensor in tensors_in(output) if weight == 0 else ():
+    for tensor in every_tensor_in(output) if weight == 0 else ():
         if tensor.requires_grad and type(tensor) is Tensor:
             tensor.register_hook(torch.zeros_like)
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from engines.data.fsdp import prepare_backward
+from engines.data.fsdp import drop_unused, prepare_backward, require_reduced
 from engines.optional.async_updates.exchange import UpdateExchange
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World, rank_error_context, sum_over_ranks
 from profiles.errors import InputError, ModelError, PlanError
+from profiles.model.profile import ModelProfile
 
 Module = TypeVar("Module", bound=nn.Module)
 Number = float | Tensor
@@ -36,6 +37,7 @@ class InteropMixin(nn.Module):
     _is_pending: bool
     _is_unchecked: bool
     _mesh: Mesh
+    _profile: ModelProfile
     _world: World
 
     def __getattr__(self, name: str) -> Any:
@@ -142,9 +144,13 @@ class InteropMixin(nn.Module):
     def _finish_pending(self) -> None:
         """After a backward of a classic loop, before its gradients are used."""
         self._require_exchanged()
+        if isinstance(self.module, FSDPModule):
+            require_reduced(self.module)
         if self._is_pending:
             self._is_pending = False
             self._finish_gradients()
+            if isinstance(self.module, FSDPModule):
+                drop_unused(self.module, self._profile)
 
     def _require_exchanged(self) -> None:
         """Refuse to step on, or to read, gradients that were not exchanged."""

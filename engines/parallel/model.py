@@ -23,6 +23,7 @@ from engines.data.ddp import exchanges_gradients_alone, explained_reduction, req
 from engines.data.finite import FiniteGuard, OnNonfinite
 from engines.data.fsdp import drop_unused, prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
+from engines.data.hidden_outputs import every_tensor_in
 from engines.data.loader import ShardedLoader
 from engines.data.loss_mean import LossMean
 from engines.data.loss_rule import LossParts, LossWeight
@@ -58,7 +59,6 @@ from engines.state.optimizer_settings import EqualSettings
 from profiles.capture.batch import Batch, call_model, loss_of, with_gradient
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
-from profiles.torch_compat import tensors_in
 
 if TYPE_CHECKING:
     from engines.pipeline.pipeline import Pipeline
@@ -233,7 +233,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
 
         context = self._context
         output = context.forward(whole, args, kwargs) if context else whole(*args, **kwargs)
-        for tensor in tensors_in(output):
+        for tensor in every_tensor_in(output):
             if tensor.requires_grad:
                 # A backward leaves gradients to settle; a forward alone changes none.
                 tensor.register_hook(self._mark_pending)

@@ -118,6 +118,18 @@ def forget_step_underway(root: FSDPModule) -> None:
                 whole.grad = None
 
 
+def unreduced(root: FSDPModule) -> list[str]:
+    """The parameters whose gradients are still whole: after the last backward of a step none is,
+    unless the loss depends on tensors that FSDP2 did not find in what its modules returned."""
+    return [
+        str(parameter._param_fqn)
+        for _, group in _groups(root)
+        for parameter in group.fsdp_params
+        if getattr(parameter, "unsharded_accumulated_grad", None) is not None
+        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+    ]
+
+
 def _groups(root: FSDPModule) -> Iterator[tuple[Any, Any]]:
     """Each state with each of its parameter groups (torch < 2.13: one or none)."""
     for module in cast(nn.Module, root).modules():
