@@ -140,6 +140,15 @@ def sharding(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
     """
     if not plan.data_parallel.is_sharded or numerics(plan, model) is Numerics.AS_BUILT:
         return
+    cut = sorted({d for unit in model.units for d in unit.dtypes if d.startswith("complex")})
+    if cut:
+        yield Problem(
+            rule="complex-cast",
+            what=f"precision={plan.precision} casts the parameters of sharded groups, and"
+            f" {' and '.join(cut)} ones would lose their imaginary part",
+            hint=f"set precision to {_precision_of(model.dtype)}, or replicate (dp_replicate"
+            " without zero)",
+        )
     if len(model.trained_dtypes) < 2:
         return
     separate = model.shard_units()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -89,19 +90,24 @@ class TracedModel:
         return frozenset(u for units in self.holders.values() if len(units) > 1 for u in units)
 
     def dtype(self) -> str:
-        """Of most parameter elements; of the first floating input where there are none."""
+        """Of most parameter elements; of the first floating input where there are none.
+
+        A complex number is two of its real dtype: a precision is said of these."""
         elements: Counter[str] = Counter()
         for parameter in self.parameters.values():
-            elements[dtype_name(parameter)] += parameter.numel()
+            is_complex = parameter.is_complex()
+            real = parameter.dtype.to_real() if is_complex else parameter.dtype
+            elements[dtype_name(real)] += (1 + is_complex) * parameter.numel()
         if elements:
             return elements.most_common(1)[0][0]
         floating = (t for t in batch_tensors(self.sample) if t.is_floating_point())
         return next(map(dtype_name, floating), "float32")
 
 
-def dtype_name(tensor: nn.Parameter | object) -> str:
+def dtype_name(tensor: object) -> str:
     """As torch prints it, without its first word: "float32"."""
-    return str(getattr(tensor, "dtype", "")).removeprefix("torch.")
+    dtype = tensor if isinstance(tensor, torch.dtype) else getattr(tensor, "dtype", "")
+    return str(dtype).removeprefix("torch.")
 
 
 def require_module(model: object) -> None:
