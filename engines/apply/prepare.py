@@ -5,7 +5,13 @@ from __future__ import annotations
 from itertools import chain
 
 from engines.apply.build import Build
-from engines.apply.proofs import Proofs, prove_layers, prove_parts, prove_sequence
+from engines.apply.proofs import (
+    Proofs,
+    agree_on_parts,
+    prove_layers,
+    prove_sequence,
+    see_parts,
+)
 from engines.data.batch_norm import warn_of_microbatches
 from engines.offload.pool import Folder, open_pool
 from engines.optional.data_parallel import one_process_plan
@@ -42,7 +48,8 @@ def prepare(
     with all_ranks_succeed("proving the split of sequences", timeout_s=world.timeout_s):
         build.sequence = prove_sequence(build, sample, proofs.sequence)
     with all_ranks_succeed("comparing the loss of parts", timeout_s=world.timeout_s):
-        build.parts = prove_parts(build, sample)
+        seen = see_parts(build, sample)
+    build.parts = agree_on_parts(build, sample, seen)
     if world.rank == 0:
         warn_of_microbatches(model, plan)
     if build.is_placed:

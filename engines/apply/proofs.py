@@ -53,8 +53,18 @@ def prove_sequence(
     return prove(build.model, sample, build.loss_fn, size=size)
 
 
-def prove_parts(build: Build, sample: Batch | None) -> LossParts:
-    """The rule by which losses of parts of a batch make up that of the batch, as rank 0 sees it.
+def see_parts(build: Build, sample: Batch | None) -> LossParts:
+    """The rule by which losses of parts of a batch make up that of the batch: rank 0 looks, and
+    without a message, so that the others can be told of an error."""
+    world = build.world
+    if sample is None or world.is_fake or world.rank > 0:
+        return LossParts(terms=build.profile.loss_terms)
+    said = build.training.loss_weight
+    return seen_on(build.model, sample, build.loss_fn, profile=build.profile, said=said)
+
+
+def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossParts:
+    """The rule that rank 0 has `seen`, on all ranks.
 
     Raises:
         BatchError: the model cannot run on a part of the rows, as the plan would have it do; or no
@@ -62,16 +72,8 @@ def prove_parts(build: Build, sample: Batch | None) -> LossParts:
     """
     world, training, plan = build.world, build.training, build.plan
     if sample is None or world.is_fake:
-        return LossParts(terms=build.profile.loss_terms)
-    text = ""
-    if world.rank == 0:
-        text = seen_on(
-            build.model,
-            sample,
-            build.loss_fn,
-            profile=build.profile,
-            said=training.loss_weight,
-        ).model_dump_json()
+        return seen
+    text = seen.model_dump_json() if world.rank == 0 else ""
     parts = LossParts.model_validate_json(texts_of_ranks("loss of parts", text, world)[0])
     dims = build.profile.batch_dims
     if plan.data_degree * plan.forwards == 1:
@@ -95,7 +97,7 @@ def prove_parts(build: Build, sample: Batch | None) -> LossParts:
         warns=world.rank == 0,
     )
     if world.rank == 0:
-        warn_of_state(parts.state, plan)
+        warn_of_state(parts, plan)
     return parts
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 
+from engines.data.loss_rule import LossParts
 from engines.plan import Plan
 from profiles.errors import BatchError
 
@@ -53,9 +54,20 @@ def require_no_coupling(doubt: str, plan: Plan, *, is_said: bool, warns: bool) -
         )
 
 
-def warn_of_state(state: str, plan: Plan) -> None:
-    """Warn where a forward changes what the next one computes with, and a step has several: see
-    `LossParts.state`. Of batch norms it is said by `engines.data.batch_norm`."""
+def warn_of_state(parts: LossParts, plan: Plan) -> None:
+    """Warn where a forward changes what later ones compute with, and not as that of a whole batch
+    would: see `LossParts`. Of batch norms it is said by `engines.data.batch_norm`."""
+    state, count = parts.state, plan.data_degree * plan.forwards
+    if parts.state_of_rows and count > 1:
+        follow = ", and replicas follow the first" if plan.data_degree > 1 else ""
+        log.warning(
+            "%s. Each of the %d parts of a global batch does so by its own rows%s, as under plain"
+            " DDP: that is not what one process computes. tp leaves a batch in one piece",
+            parts.state_of_rows,
+            count,
+            follow,
+        )
+        return
     if state and plan.forwards > 1:
         log.warning(
             "%s. Each of the %d microbatches of a step does so, as under plain accumulation of"

@@ -10,16 +10,17 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engines.data.batch_variants import ComparedNumbers, Variant, ran_variants, with_rows
 from engines.data.loss_rule import (
+    TOLERANCE,
     CutBatch,
     LossParts,
     LossWeight,
@@ -77,14 +78,16 @@ def seen_on(
         return unseen
     few = max(1, rows * 3 // 8)
     cuts: list[CutBatch] = []
+    by_rows: dict[str, None] = {}
     for sizes in dict.fromkeys([(few, rows - few), (rows - few, few)]):
         try:
-            cut = _cut(model, batch, sizes, loss_fn, dims, seen)
+            cut = _cut(model, batch, sizes, loss_fn, dims, seen, by_rows)
         except Exception as error:  # of the user's code
             return _refused(f"{sizes[0]} or {sizes[1]} of {rows}", error)
         if cut is None:
             return unseen
         cuts.append(cut)
+    state_of_rows = _state_of_rows(by_rows)
 
     spent = profile.flop(rows)
 
@@ -98,7 +101,7 @@ def seen_on(
                 whole = _run(model, variant.batch, loss_fn, is_training=seen.is_training)
                 if whole is None or not isfinite(whole.loss):
                     return None
-                cut = _cut(model, variant.batch, cuts[0].rows, loss_fn, dims, seen)
+                cut = _cut(model, variant.batch, cuts[0].rows, loss_fn, dims, whole, {})
         except Exception:  # of the user's code: no values that a batch may have
             return None
         return TriedBatch(whole.loss, [cut], whole.terms, variant) if cut is not None else None
@@ -106,7 +109,8 @@ def seen_on(
     first = TriedBatch(seen.loss, cuts, seen.terms)
     of_parts = f"of {' and '.join(map(str, cuts[0].rows))} of {rows} rows"
     if said is not None:
-        return LossParts() if first.fits(said) else LossParts(doubt=first.said(of_parts))
+        doubt = "" if first.fits(said) else first.said(of_parts)
+        return LossParts(doubt=doubt, state_of_rows=state_of_rows)
     named = with_rows(batch, profile.batch_dims)
     possible = [profile.loss_terms, None, *possible_terms(named, seen.terms, seen.compared)]
     rule: LossParts | None = None
@@ -118,18 +122,18 @@ def seen_on(
         if rule is None or not rule.unless:
             break
     rule = rule or LossParts(doubt=first.said(of_parts))
-    return rule.model_copy(update={"state": _state(seen)})
+    return rule.model_copy(update={"state": _state(seen), "state_of_rows": state_of_rows})
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """A run: its loss, the targets that its cross-entropies took, the numbers that tensors were
     compared with, and the mode; `again`: the loss of the last run over the same rows, and
-    `changed`: the buffers that it changed."""
+    `changed`: the buffers that the first one changed, as it left them."""
 
     loss: float
     again: float
-    changed: tuple[str, ...]
+    changed: Mapping[str, Tensor]
     terms: LossTerms | None
     compared: tuple[int, ...]
     is_training: bool
@@ -139,11 +143,20 @@ def _state(seen: _Seen) -> str:
     """See `LossParts.state`."""
     if is_close(seen.again, seen.loss) or not isfinite(seen.again):
         return ""
-    names = ", ".join(f"`{name}`" for name in seen.changed[:3])
+    names = _some(seen.changed)
     return (
         f"over the same rows the loss of the sample is {seen.loss:.6g}, and {seen.again:.6g} when"
         f" the forward runs again: it changes {names or 'a parameter or an attribute'}"
     )
+
+
+def _state_of_rows(names: Iterable[str]) -> str:
+    """See `LossParts.state_of_rows`."""
+    return f"the forward changes {_some(names)} by the rows that it sees" if names else ""
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in list(names)[:3])
 
 
 def _cut(
@@ -153,12 +166,25 @@ def _cut(
     loss_fn: LossFn | None,
     dims: Dims | None,
     seen: _Seen,
+    by_rows: dict[str, None],
 ) -> CutBatch | None:
-    """The losses of parts of the batch; None where random numbers are drawn."""
+    """The losses of parts of the batch; None where random numbers are drawn. `by_rows` gets the
+    buffers that a part leaves otherwise than the whole does."""
     pieces = split_rows(batch, sizes, dims)
     parts = [_run(model, piece, loss_fn, is_training=seen.is_training) for piece in pieces]
-    losses = [part.loss for part in parts if part is not None]
-    return CutBatch(pieces, sizes, losses) if len(losses) == len(parts) else None
+    ran = [part for part in parts if part is not None]
+    for part in ran:
+        for name in seen.changed.keys() | part.changed.keys():
+            if not _is_alike(seen.changed.get(name), part.changed.get(name)):
+                by_rows[name] = None
+    return CutBatch(pieces, sizes, [part.loss for part in ran]) if len(ran) == len(parts) else None
+
+
+def _is_alike(one: Tensor | None, other: Tensor | None) -> bool:
+    """True if two runs left a buffer equal, but for rounding."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return torch.allclose(one, other, rtol=TOLERANCE, equal_nan=True)
 
 
 def _few_rows(model: nn.Module, sample: Batch, profile: ModelProfile) -> Batch | None:
@@ -212,15 +238,21 @@ def _run(
         before = _random_state()
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         losses: list[float] = []
+        changed: dict[str, Tensor] = {}
         with LossWatch(given) as watch, ComparedNumbers() as compared:
             for _ in range(times):
                 output = call_model(model, given, has_target=loss_fn is not None)
                 losses.append(float(loss_of(output, given, loss_fn).detach()))
+                if len(losses) == 1:
+                    changed = _changed(model, buffers)
         if before != _random_state():
             return None
-        after = dict(model.named_buffers())
-        changed = tuple(n for n, old in buffers.items() if not torch.equal(old, after[n]))
         return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, is_training)
+
+
+def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    after = dict(model.named_buffers())
+    return {n: after[n].clone() for n, old in before.items() if not torch.equal(old, after[n])}
 
 
 def _fill_zeros(model: nn.Module) -> None:

@@ -45,6 +45,7 @@ class LossParts(Record):
         doubt: why the parts do not make up the whole by any rule.
         refusal: why the model cannot run on a part of the rows.
         state: words for what a forward changes that the next one computes with.
+        state_of_rows: words for buffers that a forward changes by the rows that it sees.
     """
 
     is_sum: bool = False
@@ -53,6 +54,7 @@ class LossParts(Record):
     doubt: str = ""
     refusal: str = ""
     state: str = ""
+    state_of_rows: str = ""
 
     def doubt_of(self, batch: Batch) -> str:
         """Say why the parts of this batch make up the whole by no rule; "" if they do."""
@@ -131,8 +133,8 @@ def rule_of(
             return trial.is_sum(tolerance)
         try:
             return trial.fits(weight_of(rule.terms), tolerance)
-        except (IndexError, RuntimeError, TypeError):  # no numbers of classes, or complex ones
-            return False
+        except (BatchError, IndexError, RuntimeError, TypeError):
+            return False  # not in all parts; no numbers of classes, or complex ones
 
     first, *means = [LossParts(terms=terms) for terms in possible]
     best: LossParts | None = None
