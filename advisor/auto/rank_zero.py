@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Mapping
 
 from advisor.decide.decision import Decision
 from engines.apply import Proofs
 from engines.plan import PartialPlan
-from engines.runtime.failures import wait_for_key, why_absent
-from engines.runtime.world import World, require_same
+from engines.runtime.failures import outlive_readers, wait_for_text, why_absent
+from engines.runtime.world import World, rank_error_context, require_same
 from profiles.errors import InputError, RankError
 from profiles.record import json_object
 from profiles.torch_compat import default_store
 
 
+@rank_error_context("comparing settings")
 def require_same_request(
     partial: PartialPlan,
     world: World,
@@ -35,6 +37,7 @@ def require_same_request(
     require_same("settings", f"{hashlib.sha256(words.encode()).hexdigest()[:8]} {words}", world)
 
 
+@rank_error_context("deciding")
 def from_rank_zero(
     decide: Callable[[], tuple[Decision, Proofs]], world: World
 ) -> tuple[Decision, Proofs]:
@@ -50,17 +53,21 @@ def from_rank_zero(
             decision, proofs = decide()
         except BaseException as error:
             store.set(key, f"error {type(error).__name__}: {error}")
+            outlive_readers(store, (f"{key}/heard/{rank}" for rank in range(1, world.size)))
             raise
         store.set(key, f"plan {proofs.model_dump_json()}\n{decision.to_json()}")
         return decision, proofs
-    if not wait_for_key(store, key, rank=0, timeout_s=world.timeout_s):
+    said = wait_for_text(store, key, rank=0, timeout_s=world.timeout_s)
+    if said is None:
         raise RankError(
             why_absent(0) or f"rank 0 did not decide within {world.timeout_s:.0f} s",
             where=f"rank {world.rank} of {world.size}",
             hints=["look at the output of rank 0"],
         )
-    kind, _, text = store.get(key).decode().partition(" ")
+    kind, _, text = said.partition(" ")
     if kind == "error":
+        with contextlib.suppress(RuntimeError):  # rank 0 may have ended since
+            store.set(f"{key}/heard/{world.rank}", "")
         first, *rest = text.splitlines()
         raise InputError(f"rank 0 found no plan: {first}", where="\n".join(rest) or None)
     known, _, decided = text.partition("\n")

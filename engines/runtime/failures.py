@@ -7,8 +7,9 @@ theirs in turn.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -21,6 +22,8 @@ from profiles.torch_compat import default_store, every_group
 from profiles.torch_compat.gloo import reconnect_groups
 
 LOOK_EVERY_S = 5.0
+LAST_WORDS_S = 5.0
+"""For other ranks to read them, where this process runs the store that they ask."""
 LEFT, ENDED = "left", "ended"
 """Last words of a rank under its `alive_key`: it left the group, or its process ends."""
 _FAILED = "advisor/failed"
@@ -56,11 +59,7 @@ def first_failure(store: dist.Store | None = None) -> str:
 
 def has_store() -> bool:
     """True if the rendezvous store answers."""
-    try:
-        default_store().check([_FAILED])
-    except RuntimeError:
-        return False
-    return True
+    return answers(default_store())
 
 
 def roll_call() -> list[int]:
@@ -162,19 +161,38 @@ def alive_key(rank: int) -> str:
     return f"advisor/alive/{rank}"
 
 
-def wait_for_key(store: dist.Store, key: str, *, rank: int, timeout_s: float) -> bool:
-    """Wait until `rank` has set `key`; False when the time is up, when its process has ended
-    without, or when a rank's failure was published."""
+def wait_for_text(store: dist.Store, key: str, *, rank: int, timeout_s: float) -> str | None:
+    """The text that `rank` sets under `key`; None when the time is up, when its process has ended
+    without, when a rank's failure was published, or when the process that runs the store ended."""
     deadline = time.monotonic() + timeout_s
     while (left := deadline - time.monotonic()) > 0:
         with suppress(RuntimeError):
             store.wait([key], timedelta(seconds=min(left, LOOK_EVERY_S)))
-            return True
-        if left > LOOK_EVERY_S and why_absent(rank, store):
+            return store.get(key).decode()
+        # A store without its process fails at once, and would in every turn.
+        if not answers(store) or (left > LOOK_EVERY_S and why_absent(rank, store)):
             with suppress(RuntimeError):
-                return store.check([key])
-            return False
-    return False
+                return store.get(key).decode() if store.check([key]) else None
+            return None
+    return None
+
+
+def answers(store: dist.Store) -> bool:
+    """True if the process that runs the store is there."""
+    try:
+        store.check([_FAILED])
+    except RuntimeError:
+        return False
+    return True
+
+
+def outlive_readers(store: dist.Store, keys: Iterable[str]) -> None:
+    """Wait a moment until other ranks have set these keys, where this process may run the store:
+    it is about to end with what they are to read."""
+    if dist.get_rank() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    with suppress(RuntimeError):
+        store.wait(list(keys), timedelta(seconds=LAST_WORDS_S))
 
 
 def has_ended(rank: int, store: dist.Store) -> bool:
@@ -192,7 +210,10 @@ def why_absent(rank: int, store: dist.Store | None = None) -> str:
     """
     if failure := first_failure(store):
         return failure
-    return f"rank {rank} has ended" if has_ended(rank, store or default_store()) else ""
+    store = store or default_store()
+    if not answers(store):
+        return "the rendezvous store does not answer: its process ended, as a rule that of rank 0"
+    return f"rank {rank} has ended" if has_ended(rank, store) else ""
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
@@ -237,17 +258,23 @@ def all_ranks_succeed(doing: str, *, timeout_s: float) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        store.set(f"{key}{rank}", f"rank {rank} failed: {_line(error)}")
+        with suppress(RuntimeError):
+            store.set(f"{key}{rank}", f"rank {rank} failed: {_line(error)}")
+            store.set(f"{key}{rank}/heard", "")  # it will not read what the others say
+            outlive_readers(store, (f"{key}{other}/heard" for other in range(1, size)))
         raise
-    store.set(f"{key}{rank}", "")
+    with suppress(RuntimeError):  # without a store the wait says so
+        store.set(f"{key}{rank}", "")
     for other in range(size):
-        if not wait_for_key(store, f"{key}{other}", rank=other, timeout_s=timeout_s):
+        failure = wait_for_text(store, f"{key}{other}", rank=other, timeout_s=timeout_s)
+        if failure is None:
             raise RankError(
                 why_absent(other) or f"rank {other} did not answer within {timeout_s:.0f} s",
                 where=f"rank {rank} of {size}, {doing}",
             )
-        failure = store.get(f"{key}{other}").decode()
         if failure:
+            with suppress(RuntimeError):
+                store.set(f"{key}{rank}/heard", "")
             raise RankError(
                 f"{failure}",
                 where=f"rank {rank} of {size}, {doing}",

@@ -28,6 +28,7 @@ from engines.runtime.activity import Activity, activity, late_ranks
 from engines.runtime.data_place import DataPlace, earlier_end
 from engines.runtime.failures import (
     ENDED,
+    LAST_WORDS_S,
     LEFT,
     alive_key,
     close_all_connections,
@@ -50,8 +51,6 @@ LOOK_EVERY_S = 10.0
 """Between two looks at the ranks of a step that stands still."""
 ENDED_AFTER_S = 5.0
 """In a step that a rank without data does not come to."""
-LAST_WORDS_S = 5.0
-"""For other ranks to end too, where this process runs the store that they ask."""
 _WAITING = "advisor/waiting"
 _current: Heartbeat | None = None
 

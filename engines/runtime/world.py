@@ -23,7 +23,7 @@ from engines.runtime.failures import (
     first_failure,
     has_store,
     roll_call,
-    wait_for_key,
+    wait_for_text,
     why_absent,
 )
 from engines.runtime.failures import is_lost_contact as is_lost_contact
@@ -196,10 +196,11 @@ def texts_of_ranks(what: str, text: str, world: World) -> list[str]:
     for rank in range(world.size):
         # Once the wait for one rank timed out, the others have had the same time.
         patience_s = 1.0 if absent else world.timeout_s
-        if not wait_for_key(store, f"{key}{rank}", rank=rank, timeout_s=patience_s):
+        known = wait_for_text(store, f"{key}{rank}", rank=rank, timeout_s=patience_s)
+        if known is None:
             absent.append(rank)
             continue
-        texts.append(store.get(f"{key}{rank}").decode())
+        texts.append(known)
     if absent:
         raise RankError(
             why_absent(absent[0])

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 Tree = TypeVar("Tree")
 Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
+SECOND_LINE = timedelta(seconds=30)
+"""To reach a store that was reached before."""
 Operator: TypeAlias = OpOverload
 OperatorPacket: TypeAlias = OpOverloadPacket
 
@@ -113,9 +115,19 @@ def recorded_messages() -> str:
 def second_line(store: dist.Store) -> dist.Store:
     """The same store over a connection of its own, for another thread: a wait on one blocks it.
 
-    (`Store.clone`, which torch's stubs do not have.)
+    (`Store.clone`, which torch's stubs do not have.) Where the process that runs the store is gone,
+    torch would try to reach it for as long as the store's own limit.
+
+    Raises:
+        DistError: it is gone.
     """
-    line: dist.Store = cast(Any, store).clone()
+    patience: timedelta = cast(Any, store).timeout
+    store.set_timeout(min(patience, SECOND_LINE))
+    try:
+        line: dist.Store = cast(Any, store).clone()
+    finally:
+        store.set_timeout(patience)
+    line.set_timeout(patience)
     return line
 
 

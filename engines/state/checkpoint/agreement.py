@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from engines.runtime.failures import wait_for_key, why_absent
+from engines.runtime.failures import wait_for_text, why_absent
 from engines.runtime.world import World
 from profiles.errors import AdvisorError, FileError, RankError
 from profiles.torch_compat import default_store, second_line
@@ -190,11 +190,12 @@ class Results:
 
     def _wait(self, key: str, rank: int, timeout_s: float) -> Any:
         key = f"{self._key}{key}"
-        if not wait_for_key(self._store, key, rank=rank, timeout_s=timeout_s):
+        text = wait_for_text(self._store, key, rank=rank, timeout_s=timeout_s)
+        if text is None:
             raise RankError(
                 why_absent(rank, self._store)
                 or f"rank {rank} did not finish its part of a checkpoint within {timeout_s:.0f} s",
                 where=f"rank {self._peers.rank}, saving",
                 hints=[f"look at the output of rank {rank}"],
             )
-        return json.loads(self._store.get(key))
+        return json.loads(text)
