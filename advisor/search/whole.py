@@ -76,8 +76,8 @@ def _exposed_s(columns: Columns, busy: Floats) -> tuple[Floats, Floats]:
     last = one_pass(backward, root=root_reduce, sent=gathers * gather + reduce)
     # All-reduces between replicas have a queue of their own; the root group's is exposed. On
     # processors that of DDP has (`CostContext.hides_gradients`).
-    beside = overlaps | ~columns.is_sharded
-    last = np.where(beside, np.maximum(last, between), last + between) + root_between
+    hides = overlaps | ~columns.is_sharded
+    last = np.where(hides, np.maximum(last, between), last + between) + root_between
     wall = first + last + (forwards - 1) * (again + middle)
     sent = gather + root_gather + gathers * (2 * forwards - 1) * gather
     sent += gathers * (forwards - 1) * root_gather + forwards * inside

@@ -168,8 +168,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         overlaps = exchanges_gradients_alone(runner, plan, world)
         named = tuple(module.named_parameters())
         by_engine = {n for n, p in named if is_wrapped or isinstance(p, DTensor)}
-        apart = by_engine | set(experts.names if experts is not None else ())
-        self._averaged = [n for n, _ in named if layout.holds(n) and n not in apart]
+        others = by_engine | set(experts.names if experts is not None else ())
+        self._averaged = [n for n, _ in named if layout.holds(n) and n not in others]
         require = pipeline.require_equal_pieces if pipeline is not None else None
         self._cutter = MicrobatchCutter(
             module,

@@ -10,6 +10,8 @@ from advisor.cost import Estimate, estimate
 from advisor.inputs.facts import Facts
 from engines.plan import Plan
 from profiles.units import GIB
+from profiles.workload.optimizers import OPTIMIZERS
+from profiles.workload.workload import Workload
 from tests.factories import chain, cpus, facts, gpus, transformer
 
 # chain(): 4 units of 1 M fp32 parameters; a row of activations is 512 x 1000 x 4 bytes a sample.
@@ -160,3 +162,14 @@ def test_more_sharding_never_raises_the_states_nor_the_peak(
 
 
 _SMALL = transformer(name="small", layers=3, hidden=256, ffn=512, vocab=1000, tokens=64)
+
+
+def test_replicas_of_a_stage_sum_its_gradients_through_a_flat_copy() -> None:
+    """At the end of a round; shards are reduced unit by unit, which takes less than a backward."""
+    workload = Workload(global_batch_size=4, precision="fp32", optimizer=OPTIMIZERS["sgd"])
+    few = Facts(model=chain(tokens=1), cluster=gpus(1, 4), workload=workload)
+    stages = "pp=2 microbatch_size=1 microbatches=2 schedule=1f1b stages=layers.2"
+    copied = estimate(Plan.parse(f"{stages} dp_replicate=2"), few)
+    assert copied.phase == "exchange of the stage's gradients"
+    assert copied.memory.gathered == copied.memory.gradients == 2 * 4e6  # two units, in fp32
+    assert estimate(Plan.parse(f"{stages} dp_shard=2"), few).phase == "backward of `layers.1`"

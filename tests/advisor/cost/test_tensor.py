@@ -265,6 +265,8 @@ def test_split_logits_cost_three_small_all_reduces_and_a_share_of_the_loss() -> 
     # The exponentials and the logits themselves: torch saves those to pick the class of a row.
     logits = whole.runs[-1].activation_bytes
     assert loss.activation_bytes == 2 * logits / 4
+    assert loss.forward_moved_bytes == whole.runs[-1].forward_moved_bytes / 4
+    assert loss.backward_moved_bytes == whole.runs[-1].backward_moved_bytes / 4
 
 
 def on_gpus(text: str) -> Estimate:

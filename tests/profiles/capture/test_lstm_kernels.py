@@ -1,4 +1,4 @@
-"""What capturing says of an LSTM against what oneDNN allocates, and against a run."""
+"""Captures of an LSTM against what oneDNN allocates, and against a run."""
 
 from __future__ import annotations
 
