@@ -191,12 +191,25 @@ def hybrid_inside_node(
 
 
 def recompute(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
-    """Recompute works block by block, so there must be blocks."""
-    if plan.recompute is not Recompute.NONE and not any(model.blocks()):
+    """Recompute works block by block: there must be blocks, and each reads what it took again."""
+    if plan.recompute is Recompute.NONE:
+        return
+    if not any(model.blocks()):
         yield Problem(
             rule="recompute-without-blocks",
             what=f"recompute={plan.recompute} works on repeated blocks, {model.name} has none",
             hint="set recompute=none",
+        )
+    blocks = {unit.name for unit in model.blocks()}
+    changing = [call.unit for call in model.flow.calls if call.changes_others]
+    block = next((name for name in changing if name in blocks), None)
+    if block is not None:
+        yield Problem(
+            rule="recompute-of-changed-input",
+            what=f"`{block}` writes into a tensor that it takes: recompute={plan.recompute} would"
+            " run it again on what it wrote",
+            hint="let it write into a copy (`x = x * 2`, `relu(x)` for `relu_(x)`); or set"
+            " recompute=none",
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from engines.plan import Plan
-from profiles.errors import ModelError
+from profiles.errors import ModelError, PlanError
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import (
     gradient_error,
@@ -212,3 +212,35 @@ def test_a_copy_computes_with_its_own_parameters(name: str, recompute: str) -> N
         assert got.grad is not None, path
         assert wanted.grad is not None
         assert relative(got.grad, wanted.grad) < 1e-5
+
+
+class Scaled(nn.Module):
+    """Halves what it takes, in place or in a copy."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mul_(0.5) if self.in_place else x.mul(0.5)
+        return x + self.out(torch.relu(self.inner(x)))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_block_that_writes_into_what_it_takes_is_refused_before_work(recompute: str) -> None:
+    def case(in_place: bool) -> Case:
+        def build() -> nn.Module:
+            blocks = (Scaled(in_place=in_place) for _ in range(3))
+            return nn.Sequential(nn.Linear(6, 6), *blocks, nn.Linear(6, 3))
+
+        return Case(build, lambda rows: (torch.ones(rows, 6), torch.zeros(rows, dtype=torch.long)))
+
+    with pytest.raises(PlanError, match="`1` writes into a tensor that it takes"):
+        spread(case(True), f"recompute={recompute}")
+    reference, parallel = spread(case(False), f"recompute={recompute}")
+    batch = case(False).batch(4)
+    wanted = reference_loss(reference, case(False), batch)
+    wanted.backward()
+    assert relative(parallel.forward_backward(batch), wanted.detach()) < 1e-6
+    assert gradient_error(parallel, reference) < 1e-6
