@@ -66,6 +66,9 @@ class StageBorders:
         self._edges_to: defaultdict[int, list[Edge]] = defaultdict(list)
         for edge in flow.edges:
             self._edges_to[edge.target].append(edge)
+        self._calls_of: defaultdict[str, list[int]] = defaultdict(list)
+        for number, call in enumerate(flow.calls):
+            self._calls_of[call.unit].append(number)
 
     def ends(self, plan: Plan) -> tuple[int, ...]:
         """Indices of units at which the stages of `plan` begin and end: 0, ..., all units.
@@ -300,12 +303,12 @@ class StageBorders:
             return False
         if self._callers & set(names):
             return False
-        own = [n for n, call in enumerate(flow.calls) if n >= start and call.unit in names]
+        own = sorted(n for name in names for n in self._calls_of[name] if n >= start)
         inside = set(own)
         sources = {e.source for number in inside for e in self._edges_to[number]}
         if any(flow.calls[source].unit == GLUE for source in sources):
             return False
-        keys = flow.crossing_keys(start)
+        keys = self._crossing_keys(start)
         fed = {(n, v) for n, v in keys if flow.calls[n].values[v].needs_gradient}
         for number in own:
             call = flow.calls[number]

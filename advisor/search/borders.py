@@ -47,6 +47,15 @@ class StageCut:
 Entries = Callable[[Places, Places], tuple[Matrix, Matrix, Matrix]]
 
 
+def sums_before(amounts: Amounts) -> NDArray[np.float64]:
+    """Sums of the amounts before each place.
+
+    >>> sums_before([1.0, 2.0]).tolist()
+    [0.0, 1.0, 3.0]
+    """
+    return np.concatenate([[0.0], np.cumsum(np.asarray(amounts, dtype=float))])
+
+
 def spans(
     amounts: Amounts, rows: Places | slice = slice(None), columns: Places | slice = slice(None)
 ) -> Matrix:
@@ -55,7 +64,11 @@ def spans(
     >>> spans([1.0, 2.0])[0].tolist()
     [0.0, 1.0, 3.0]
     """
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(amounts, dtype=float))])
+    return between(sums_before(amounts), rows, columns)
+
+
+def between(sums: NDArray[np.float64], rows: Places | slice, columns: Places | slice) -> Matrix:
+    """`spans` of amounts with these `sums_before`."""
     return np.asarray(sums[columns][None, :] - sums[rows][:, None])
 
 

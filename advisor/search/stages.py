@@ -28,9 +28,10 @@ from advisor.search.borders import (
     Matrix,
     Places,
     StageCut,
+    between,
     cut,
     refined,
-    spans,
+    sums_before,
 )
 from advisor.search.cache import SearchCache
 from advisor.search.rank_peaks import RankPeaks
@@ -247,24 +248,27 @@ class StageSearch:
         if is_one_each:
             device = self._costs.facts.cluster.device
             states = segments.resident_bytes(plan, device, state_bytes=self._state_bytes(plan))
+        seconds_before, states_before = sums_before(segments.seconds), sums_before(states)
+        saved_before, cast_before = sums_before(segments.saved), sums_before(segments.cast)
+        is_whole = not plan.data_parallel.is_sharded
+        work_before = np.pad(segments.work_bytes(plan), (1, 0))
 
         def entries(rows: Places, columns: Places) -> tuple[Matrix, Matrix, Matrix]:
-            seconds = spans(segments.seconds, rows, columns)
-            resident = spans(states, rows, columns)
+            seconds = between(seconds_before, rows, columns)
+            resident = between(states_before, rows, columns)
             if not is_one_each:
                 return seconds, resident, resident
             if plan.schedule in ONE_STAGE:
                 seconds = seconds + (waiting_s[rows][:, None] + waiting_s[columns][None, :])
-            resident = resident + np.pad(segments.work_bytes(plan), (1, 0))[columns][None, :]
+            resident = resident + work_before[columns][None, :]
             received = segments.border_activations[rows][:, None]
             sent = segments.border_activations[columns][None, :]
             if segments.stack.states is None:
                 gradients = segments.border_gradients[columns][None, :]
                 resident += _in_round(plan) * (received + gradients)
-            saved = spans(segments.saved, rows, columns)
+            saved = between(saved_before, rows, columns)
             saved = between_bytes(saved, received, sent, plan, segments.stack)
-            saved += spans(segments.cast, rows, columns) * (not plan.data_parallel.is_sharded)
-            return seconds, resident, saved
+            return seconds, resident, saved + between(cast_before, rows, columns) * is_whole
 
         return entries
 
