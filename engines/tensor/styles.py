@@ -121,16 +121,16 @@ def as_pairs(
     for name in patterns:
         alike.setdefault(without_numbers(name), []).append(name)
     # The blocks of a network may lie at several depths: a pattern of some fits parts of others.
-    common = {
-        pattern: set.intersection(
-            *(
-                set(styles.get(name, ()))
-                for name in alike[without_numbers(pattern)]
-                if matches(pattern, name)
-            )
+    common = {}
+    for pattern in set(patterns.values()):
+        fitting = (
+            styles.get(name, ())
+            for name in alike[without_numbers(pattern)]
+            if patterns[name] == pattern or matches(pattern, name)
         )
-        for pattern in set(patterns.values())
-    }
+        # Equal blocks have the same objects.
+        different = {tuple(map(id, entries)): entries for entries in fitting}
+        common[pattern] = set.intersection(*map(set, different.values()))
     pairs: dict[tuple[str, str], None] = {}
     for name, entries in styles.items():
         pattern = patterns[name]
