@@ -77,6 +77,7 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
     parts = LossParts.model_validate_json(texts_of_ranks("loss of parts", text, world)[0])
     dims = build.profile.batch_dims
     if plan.data_degree * plan.forwards == 1:
+        _require_no_memory(parts, build)
         return parts
     if parts.refusal:
         rows = batch_size(sample, dims or None)
@@ -90,6 +91,7 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
                     "or take a plan that leaves a batch in one piece: tp=2",
                 ],
             )
+    _require_no_memory(parts, build)
     require_no_coupling(
         parts.doubt_of(sample),
         plan,
@@ -99,6 +101,22 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
     if world.rank == 0:
         warn_of_state(parts, plan)
     return parts
+
+
+def _require_no_memory(parts: LossParts, build: Build) -> None:
+    """Refuse stages where the code that all of them run computes with what it made of the results
+    of units in an earlier forward: a stage has its own units' results alone."""
+    names = build.profile.flow.attributes_between
+    if build.plan.pp > 1 and parts.state and names:
+        raise PlanError(
+            f"the forward computes with what an earlier one left in `{names[0]}`, and that is made"
+            " of what units computed: stages have their own units' results alone",
+            where=f"plan: {build.plan}",
+            hints=[
+                "let the module that computes it hold it; or hand it in with the batch",
+                "or replicate or shard: dp_replicate, dp_shard",
+            ],
+        )
 
 
 def _require_sample(sample: Batch | None, split: str) -> Batch:

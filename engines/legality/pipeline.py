@@ -28,9 +28,22 @@ def pipeline(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
         return
     borders = list(_borders(plan, model.flow))
     yield from borders
+    yield from _changed_buffers(plan, model)
     if not borders:
         yield from _hidden(plan, model.flow)
     yield from schedule_problems(plan)
+
+
+def _changed_buffers(plan: Plan, model: ModelProfile) -> Iterator[Problem]:
+    """Code between units runs on every stage, and a stage has its own units' results alone."""
+    buffers = model.flow.buffers_between
+    if buffers:
+        yield Problem(
+            rule="buffer-between-stages",
+            what=f"code between units changes the buffer `{buffers[0]}` by what units computed:"
+            f" pp={plan.pp} runs it on stages that have other results, or none",
+            hint="change it in the forward of the module that computes them; or replicate or shard",
+        )
 
 
 def _borders(plan: Plan, flow: Flow) -> Iterator[Problem]:

@@ -84,6 +84,7 @@ class FlowTrace:
         self._ends: list[int] = []  # of those
         self._inside: dict[tuple[str, str], None] = {}
         self._written: dict[str, None] = {}  # parameters
+        self._left_between: dict[bool, dict[str, None]] = {True: {}, False: {}}
         self._current: Trail | None = None
         self._glue: Trail | None = None  # the stretch of glue that used parameters
         self._closed: set[int] = set()
@@ -181,6 +182,13 @@ class FlowTrace:
         made = range(call.first_made, self._storages.timeline.next_number)
         self._closed.update(number for number in made if number not in handed_on)
 
+    def left(self, name: str, tensors: Iterable[Tensor], *, is_buffer: bool) -> None:
+        """The forward is over, and code between units left these under `name`, a buffer or another
+        attribute: noted if they were made of what units gave."""
+        memories = map(self._storages.memory_of, tensors)
+        if any(self._sources.get(m) or self._views.get(m) for m in memories if m is not None):
+            self._left_between[is_buffer][name] = None
+
     def flow(self) -> Flow:
         """All that was followed."""
         return Flow(
@@ -196,6 +204,8 @@ class FlowTrace:
             edges=tuple(sorted(self._edges, key=lambda e: (e.target, e.source, e.value))),
             inside=tuple(self._inside),
             written=tuple(self._written),
+            buffers_between=tuple(self._left_between[True]),
+            attributes_between=tuple(self._left_between[False]),
         )
 
     def _operation_in(

@@ -33,6 +33,8 @@ from profiles.trace.scopes import Scope
 from profiles.trace.tally import Cost, SavedBytes, tally
 from profiles.trace.timeline import Timeline
 
+_REGISTERED = ("_buffers", "_modules", "_parameters")
+
 
 @dataclass(slots=True)
 class StepTrace:
@@ -158,6 +160,7 @@ def trace_step(
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
             with trace.saving(), autocast, watch:
                 roots, has_loss = _forward(subject, batch, trace)
+            _note_left(subject, trace)
             saved = SavedBytes(
                 storages.saved_bytes(),
                 storages.selective_bytes(),
@@ -199,6 +202,20 @@ def trace_step(
             draws_outside_torch=drawn_state() != before_draws,
             counts=_attributes(model) != before_counts,
         )
+
+
+def _note_left(subject: TracedModel, trace: TraceMode) -> None:
+    """Tell the flow which tensors modules outside of units have after the forward."""
+    units = {unit.name for unit in subject.units}
+    for path, module in subject.model.named_modules():
+        around = {path.rsplit(".", count)[0] for count in range(path.count(".") + 1)}
+        if path and not units.isdisjoint(around):
+            continue
+        own = {name: value for name, value in vars(module).items() if name not in _REGISTERED}
+        for values, is_buffer in ((module._buffers, True), (own, False)):
+            for name, value in values.items():
+                full = f"{path}.{name}" if path else name
+                trace.flow.left(full, tensors_in(value), is_buffer=is_buffer)
 
 
 def _attributes(model: nn.Module) -> list[object]:

@@ -90,12 +90,16 @@ class Flow(Record):
     Attributes:
         inside: (unit, caller): units that were called within a call of another unit.
         written: names of parameters that the forward itself changes.
+        buffers_between: buffers that code between units changes by what units gave.
+        attributes_between: other attributes that it leaves tensors in that it made of that.
     """
 
     calls: tuple[UnitCall, ...] = ()
     edges: tuple[Edge, ...] = ()
     inside: tuple[tuple[str, str], ...] = ()
     written: tuple[str, ...] = ()
+    buffers_between: tuple[str, ...] = ()
+    attributes_between: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _require_ends(self) -> Self:

@@ -1,0 +1,135 @@
+"""Tensors that a forward leaves on modules for the next one, or for whoever saves the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from profiles.capture.capture import capture
+from profiles.errors import PlanError
+from tests.engines.cases import Case
+from tests.engines.parity import (
+    gradient_error,
+    local_rows,
+    reference_loss,
+    sgd,
+    spread,
+    state_error,
+)
+from tests.workers import Pool
+
+ROWS, LENGTH, WIDTH = 4, 5, 8
+PLAN = "pp=2 schedule=naive stages=inner"
+
+
+class Around(nn.Module):
+    """Three units; subclasses say what the code between them leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.GRU(3, WIDTH, batch_first=True)
+        self.inner, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.last: Tensor | None = None
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, last = self.enter(x, self.last)
+        self.leave_behind(last)
+        out: Tensor = self.leave(self.between(torch.tanh(self.inner(y))))
+        return out
+
+    def leave_behind(self, last: Tensor) -> None:
+        pass
+
+
+class Carries(Around):
+    """The state of a recurrent layer goes on to the next batch."""
+
+    def leave_behind(self, last: Tensor) -> None:
+        self.last = last.detach()
+
+
+class Averages(Around):
+    """A running mean of what units computed."""
+
+    def between(self, x: Tensor) -> Tensor:
+        y: Tensor = x - self.get_buffer("mean").clone()
+        self.get_buffer("mean").lerp_(y.detach().mean((0, 1)), 0.5)
+        return y
+
+
+class Shows(Around):
+    """Leaves what nothing computes with, and makes a table of positions once."""
+
+    table: Tensor | None = None
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(x.shape[1])[:, None] / LENGTH
+        self.seen = x
+        return x + self.table
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(rows)
+    inputs = torch.randn(rows, LENGTH, 3, generator=made)
+    return inputs, torch.randn(rows, LENGTH, 1, generator=made)
+
+
+def case(kind: type[Around]) -> Case:
+    return Case(kind, batch, F.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffers", "attributes"),
+    [(Carries, (), ("last",)), (Averages, ("mean",), ()), (Shows, (), ("seen",))],
+)
+def test_a_profile_names_what_is_left(
+    kind: type[Around], buffers: tuple[str, ...], attributes: tuple[str, ...]
+) -> None:
+    flow = capture(kind(), batch(2), loss_fn=F.mse_loss).flow
+    assert flow.buffers_between == buffers
+    assert flow.attributes_between == attributes
+
+
+def _refusal(kind: type[Around]) -> str:
+    with pytest.raises(PlanError) as refusal:
+        spread(case(kind), PLAN, rows=ROWS)
+    return refusal.value.what
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Carries, "left in `last`"), (Averages, "changes the buffer `mean`")]
+)
+def test_stages_without_what_others_computed_are_refused(
+    pool: Pool, kind: type[Around], said: str
+) -> None:
+    for what in pool.run(_refusal, kind, world_size=2):
+        assert said in what
+
+
+def _trained() -> tuple[float, float]:
+    reference, parallel = spread(case(Shows), PLAN, rows=ROWS)
+    optimizer = sgd(list(reference.parameters()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        reference_loss(reference, case(Shows), batch(ROWS)).backward()  # type: ignore[no-untyped-call]
+        parallel.forward_backward(local_rows(parallel, batch(ROWS), ROWS))
+        gradient = gradient_error(parallel, reference)
+        optimizer.step()
+        parallel.optimizer.step()
+        parallel.optimizer.zero_grad()
+    return gradient, state_error(parallel, reference)
+
+
+@pytest.mark.dist
+def test_what_nothing_computes_with_stays_possible(pool: Pool) -> None:
+    for gradient, parameter in pool.run(_trained, world_size=2):
+        assert gradient < 1e-5
+        assert parameter < 1e-5
