@@ -59,3 +59,5 @@ def test_stacks_with_states_of_their_own_gather_on_all_ranks_at_once() -> None:
     assert gathers_s(TORCH, ranks) == 1.5
     assert gathers_s(stack_named("megatron-core-0.12"), ranks) == 0.5
     assert gathers_s(stack_named("megatron-2022"), ranks) == 1.0
+    # The last stage's own forward hides no gather before it: four seconds, one of them hidden.
+    assert gathers_s(stack_named("megatron-core-0.12"), [[(1.0, 0.5), (2.0, 4.0)]]) == 0.5 + 3.0

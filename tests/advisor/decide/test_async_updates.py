@@ -162,3 +162,9 @@ def test_offers_survive_the_file_of_a_decision() -> None:
         decision.plan.model_copy(update={"updates": Updates.LOCAL}), decision.estimate
     )
     assert offer(local, decision.chosen).count("1.0 times as fast") == 1
+
+
+def test_the_risk_of_a_plan_is_what_its_updates_change() -> None:
+    assert risk(Plan.parse("dp_replicate=4")) == "updates are the same as DDP's"
+    backup = Plan.parse("dp_replicate=4 backup_workers=2 aggregation=gather servers=1")
+    assert "the last 2 of 6 gradients of a step are dropped" in risk(backup)

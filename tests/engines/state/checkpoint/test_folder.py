@@ -201,3 +201,8 @@ def test_a_step_that_was_not_saved_is_an_error_with_those_that_were(tmp_path: Pa
     with pytest.raises(FileError, match="no checkpoint of step 7") as caught:
         parallel.load(tmp_path, step=7)
     assert "it has 1, 2, 3" in str(caught.value)
+
+
+def test_folders_above_a_run_are_made(tmp_path: Path) -> None:
+    save(tmp_path / "runs" / "today", 10)
+    assert "step-00000010" in names(tmp_path / "runs" / "today")
