@@ -93,7 +93,9 @@ def _count(plan: Plan, order: Collection[str]) -> Iterator[Problem]:
         yield Problem(
             rule="stages-too-many",
             what=f"pp={pp} needs {pp} units, the model calls {len(order)}",
-            hint=f"set pp to at most {len(order)}",
+            hint=f"set pp to at most {len(order)}"
+            if len(order) > 1
+            else "leave pp at 1: nothing is cut but between calls of units",
         )
     elif plan.schedule is Schedule.ZBV and count != 2 * pp:
         yield Problem(

@@ -21,7 +21,8 @@ def tensor(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator
         yield Problem(
             rule="tensor-without-styles",
             what=f"tp={plan.tp} splits layers, and `tensor_styles` names none",
-            hint="take those of `engines.tensor.proposal.propose_styles`",
+            hint="`auto_parallelize` names those that divide and that it proves on the model; where"
+            " it finds none, leave tp at 1: replicate, or shard parameters (dp_shard)",
         )
     elif plan.sequence_parallel and not splits_tokens(plan.tensor_styles):
         yield Problem(
