@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from advisor.inputs.wrapped import ShownAsText
 from engines.plan import PartialPlan
+from engines.tensor.styles import by_pattern
 from profiles.errors import InputError, PlanError
 from profiles.workload.stack import COMPILED, TORCH, Loss, Selective, Stack, stack_named, stacks
 from profiles.workload.stack import compiled as compiled
@@ -64,7 +65,7 @@ def styles_under(stack: Stack, styles: Styles) -> Styles:
     columns = [path for path, style in styles if style.startswith("column") and "*" in path]
     blocks = dict.fromkeys(f"{path.partition('*')[0]}*" for path in columns)
     by_tokens = tuple((block, "sequence") for block in blocks)
-    return (*styles, *by_tokens, *((path, "joined") for path in columns))
+    return by_pattern((*styles, *by_tokens, *((path, "joined") for path in columns)))
 
 
 def with_stack(partial: PartialPlan, stack: Stack) -> PartialPlan:

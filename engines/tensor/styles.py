@@ -104,6 +104,14 @@ def styles_of(
     return {name: ordered(styles[name]) for name in names if name in styles}
 
 
+def by_pattern(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """(pattern, style) pairs with all styles of a pattern together, as files of plans have them."""
+    texts: dict[str, list[str]] = {}
+    for pattern, text in pairs:
+        texts.setdefault(pattern, []).append(text)
+    return tuple((pattern, text) for pattern, own in texts.items() for text in own)
+
+
 def as_pairs(
     styles: Mapping[str, Sequence[Style]],
     names: Iterable[str],

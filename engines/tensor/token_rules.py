@@ -9,7 +9,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from engines.tensor.rules import Pair, block_names, pairs_of, split_units
-from engines.tensor.styles import Kind, Style, as_pairs, cutting, matches, ordered, without_numbers
+from engines.tensor.styles import (
+    Kind,
+    Style,
+    as_pairs,
+    by_pattern,
+    cutting,
+    matches,
+    ordered,
+    without_numbers,
+)
 from engines.tensor.tie_rules import joined, layers_of
 from profiles.model.flow import Flow, Value
 from profiles.model.profile import ModelProfile, UnitProfile
@@ -44,7 +53,7 @@ def split_tokens(model: ModelProfile, pairs: Pairs, tp: int) -> Pairs:
         styles[path] = ordered((SPLIT, *borders))
     names = dict.fromkeys([*(unit.name for unit in model.units), *styles])
     in_order = {name: styles[name] for name in names if name in styles}
-    return (*pairs, *as_pairs(in_order, names, blocks=block_names(model)))
+    return by_pattern((*pairs, *as_pairs(in_order, names, blocks=block_names(model))))
 
 
 def splits_tokens(pairs: Pairs) -> bool:
