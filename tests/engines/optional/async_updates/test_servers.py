@@ -201,6 +201,7 @@ def _sets_of_workers(steps: int) -> tuple[list[list[int]], Any, float]:
             use(workers)
 
         exchange._core.use = noted  # type: ignore[method-assign,assignment]
+    dist.barrier()  # a server's threads take what workers send before it comes to its first step
     order = random.Random(dist.get_rank())
 
     def nap(*_: object) -> None:
