@@ -42,12 +42,11 @@ def small_collectives_s(
     rounds = plan.forwards // plan.in_flight if plan.pp > 1 else 0
     prints = replicas if world > replicas else 0
     count = COUNT_BYTES + ROUND_BYTES * rounds + PRINT_BYTES * prints
-    is_alone = plan.is_replicated and world == plan.dp_replicate and not plan.sync_batch_norm
     messages = (("sample count", count, forward_s), ("loss", SCALAR_BYTES, backward_s))
     seconds = 0.0
     for purpose, payload, beside_s in messages:
         one = ledger.charge(Collective.ALL_REDUCE, purpose, payload, group_size=world)
-        seconds += max(0.0, one - beside_s * is_alone)
+        seconds += max(0.0, one - beside_s * plan.is_ddp_alone)
     seconds += ledger.charge(
         Collective.SEND_RECV, "seed (broadcast)", SEED_BYTES, group_size=plan.tp
     )

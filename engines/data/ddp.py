@@ -73,12 +73,8 @@ def replicate(
 def exchanges_gradients_alone(runner: object, plan: Plan, world: World) -> bool:
     """True if the ranks of a step are replicas under DDP and nothing else: forwards exchange
     nothing, and after the backward all have the same gradients."""
-    return (
-        isinstance(runner, DistributedDataParallel)
-        and world.size == plan.dp_replicate
-        and plan.updates_in_step
-        and not (plan.sync_batch_norm or world.is_fake)
-    )
+    is_wrapped = isinstance(runner, DistributedDataParallel)
+    return is_wrapped and plan.is_ddp_alone and not world.is_fake
 
 
 def all_reduced(

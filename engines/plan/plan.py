@@ -167,6 +167,13 @@ class Plan(Document):
         return self.dp_replicate * self.dp_shard
 
     @property
+    def is_ddp_alone(self) -> bool:
+        """True if the ranks of a step are replicas and nothing else, and forwards exchange
+        nothing: counts and losses are sent while they compute."""
+        is_alone = self.is_replicated and self.world_size == self.dp_replicate
+        return is_alone and self.updates_in_step and not self.sync_batch_norm
+
+    @property
     def is_replicated(self) -> bool:
         """True if several ranks hold the same part of the model whole, and average its gradients:
         replicas, and ranks that share the tokens of a sample."""

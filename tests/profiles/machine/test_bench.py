@@ -8,10 +8,7 @@ import os
 import random
 import time
 from dataclasses import dataclass
-from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
-from typing import cast
 from unittest import mock
 
 import pytest
@@ -31,7 +28,7 @@ from profiles.machine.bench import (
 from profiles.machine.bench import device as device_bench
 from profiles.machine.bench.axes import MOST_GROUPS, BenchAxis, mesh_axes
 from profiles.machine.bench.cache import keep, recall
-from profiles.machine.bench.job import Job, joined
+from profiles.machine.bench.job import joined
 from profiles.machine.bench.small_step import KERNELS, SmallModel, small_input, small_step
 from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.machine.launcher import Launcher
@@ -358,22 +355,6 @@ def test_mutual_slowdown_of_computing_and_communication_is_reported_as_factors(r
     assert 1 <= overlap.computing.value < 50
     assert 1 <= overlap.communication.value < 50
     assert overlap.computing.source is overlap.communication.source is Source.MEASURED
-
-
-def test_the_gain_of_a_rank_alone_has_the_range_of_its_rounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Together, on the first node, alone; three times."""
-    module = import_module("profiles.machine.bench.shared_cores")
-    seconds = iter([2.0, 1.0, 1.0, 1.8, 1.0, 1.0, 2.4, 1.0, 1.0])
-    monkeypatch.setattr(module, "_slowest_s", lambda *_: next(seconds))
-    cpu = torch.device("cpu")
-    job = Job(0, 4, cpu, cast(dist.ProcessGroup, object()), cpu, timedelta(seconds=9), 0.0)
-    shared = module.shared_cores(job, ranks_per_node=2, budget_s=1.0)
-    assert shared is not None
-    assert shared.alone.value == pytest.approx(2.0)
-    assert shared.alone.relative_error * shared.alone.value == pytest.approx((2.4 - 1.8) / 2)
-    assert shared.across_nodes  # two ranks of a node are no slower than one
 
 
 @pytest.mark.timed
