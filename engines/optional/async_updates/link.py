@@ -38,7 +38,7 @@ class WorkerLink:
         self, group: dist.ProcessGroup, *, peer: int, who: str, is_needed: bool, world: World
     ) -> None:
         self.peer = peer
-        self._who = who
+        self.who = who
         self._is_needed = is_needed
         self.sent_bytes = 0
         self.received_bytes = 0
@@ -143,7 +143,7 @@ class WorkerLink:
         except RuntimeError as error:  # gloo's: nothing else is done in there
             late = "timed out" in str(error).lower()
             why = f"{what} within {self._world.timeout_s:.0f} s" if late else "is gone"
-            text = f"{self._who} {why}"
+            text = f"{self.who} {why}"
             if self._is_needed:
                 publish_failure(text)
                 cause = first_failure()

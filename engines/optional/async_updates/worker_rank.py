@@ -166,16 +166,12 @@ class WorkerExchange(UpdateExchange):
                 hints=["give a longer `timeout_s`, or see what delayed this rank"],
             )
         if answer.missing is not None:
+            lost = self._links.get(answer.missing)  # a server that the other one has to agree with
+            who = lost.who if lost is not None else f"rank {answer.missing}"
             # A worker that left because a server is gone is not the cause.
-            cause = (
-                first_failure()
-                or f"rank {answer.missing} is gone or does not answer, and a step needs it"
-            )
-            raise RankError(
-                cause,
-                where=where,
-                hints=[
-                    f"look at the output of {' '.join(cause.split()[:2])}",
-                    "`backup_workers` replace slow and lost ones",
-                ],
-            )
+            cause = first_failure() or f"{who} is gone or does not answer, and a step needs it"
+            name = " ".join(cause.split()[:2])
+            hints = [f"look at the output of {name}"]
+            if name not in [f"rank {server}" for server in self._links]:
+                hints += ["`backup_workers` replace slow and lost ones"]
+            raise RankError(cause, where=where, hints=hints)

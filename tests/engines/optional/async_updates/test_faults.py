@@ -89,12 +89,14 @@ def test_workers_name_a_dead_server(pool: Pool, plan: str) -> None:
     who = f"rank 1 (a server, on {socket.gethostname()})"
     said = [text for _, text, _, _ in results[2:]]
     assert all(made >= 2 for made, _, _, _ in results[2:])
-    # Gone; or, where the message was under way, it was not taken in time. The other server leaves
-    # when its workers do, so who looks late may miss that one first.
+    # Gone, as the worker or the other server saw; or, where the message was under way, it was not
+    # taken in time. The other server leaves when its workers do, so who looks late may miss that
+    # one first.
     ways = (f"{who} is gone", f"{who} did not take a message within 6 s")
     assert any(text.startswith(ways) for text in said)
     assert all("(a server, on " in text for text in said)
     assert all("look at the output of rank" in text for text in said)
+    assert not any("backup_workers" in text for text in said)  # they replace workers alone
 
 
 def _sleep(plan: str) -> tuple[str, float]:
