@@ -79,14 +79,11 @@ def exchange(
     if plan.is_replicated:
         total = loads.common_gradient_bytes
         whole, last = replicas_s(plan, total, ledger, sent, reduced_share=reduced_share)
-        # The last bucket is full at the end of the backward. A link of accelerators has sent it
-        # soon, and their calibration counts it as the others.
-        late = 0.0 if has_host else last
-        # A bucket's latency is shared by the units in it.
+        # A bucket's latency is shared by the units in it; the last is full when the backward ends.
         each = _of_entries(
-            loads, lambda unit: (whole - late) * (unit.gradient_bytes - unit.expert_bytes) / total
+            loads, lambda unit: (whole - last) * (unit.gradient_bytes - unit.expert_bytes) / total
         )
-        return replace(inside, replicate_s=each, root_replicate_s=late)
+        return replace(inside, replicate_s=each, root_replicate_s=last)
     if plan.data_parallel.is_sharded:
         return _shards(
             inside,
