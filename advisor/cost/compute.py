@@ -51,7 +51,9 @@ HOST_BANDWIDTH_BYTES_PER_S = 100e9
 class UnitTime:
     """Seconds of one unit: compute, recompute, and waiting.
 
-    `count` is the number of equal units in sequence, each of which takes as long.
+    Attributes:
+        count: equal units in sequence, each of which takes as long.
+        glue_s: of the forward and of the backward, launches included, of code before the unit.
     """
 
     forward_s: float
@@ -61,6 +63,20 @@ class UnitTime:
     backward_launch_s: float
     recompute_launch_s: float
     count: int = 1
+    glue_s: tuple[float, float] = (0.0, 0.0)
+
+    def with_glue(self, glue: UnitTime) -> UnitTime:
+        """Time of the unit and of the code before it, which is not recomputed."""
+        forward_s, backward_s = glue.forward_s, glue.backward_s
+        forward_launch_s, backward_launch_s = glue.forward_launch_s, glue.backward_launch_s
+        return replace(
+            self,
+            forward_s=self.forward_s + forward_s,
+            backward_s=self.backward_s + backward_s,
+            forward_launch_s=self.forward_launch_s + forward_launch_s,
+            backward_launch_s=self.backward_launch_s + backward_launch_s,
+            glue_s=(forward_s + forward_launch_s, backward_s + backward_launch_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +175,12 @@ def unit_times(
     """
     rates = Rates.of(device, dtype, stack, calibration)
     # Entries of one run differ only in count.
-    times = [_unit_time(run, recompute, rates, stack, is_sharded=is_sharded) for run in loads.runs]
+    times = []
+    for run in loads.runs:
+        time = _unit_time(run, recompute, rates, stack, is_sharded=is_sharded)
+        if run.glue is not None:
+            time = time.with_glue(_unit_time(run.glue, recompute, rates, stack, is_sharded=False))
+        times.append(time)
     return tuple(
         replace(time, count=count)
         for time, run in zip(times, loads.runs, strict=True)
@@ -226,22 +247,31 @@ def with_measured(
 
 
 def _measured_time(time: UnitTime, then: UnitTime, timing: UnitTiming) -> UnitTime:
-    """Scale a measurement to another microbatch; it includes launches."""
-    forward, backward = time.forward_s + time.forward_launch_s, time.backward_s
-    backward += time.backward_launch_s
+    """Scale a measurement to another microbatch; it includes launches, and no code before the
+    unit."""
+    forward, backward = _own_s(time)
+    was_forward, was_backward = _own_s(then)
     again = time.recompute_s + time.recompute_launch_s
-    was_forward = then.forward_s + then.forward_launch_s
-    was_backward = then.backward_s + then.backward_launch_s
     forward_s = timing.forward.median_s * (forward / was_forward if was_forward else 1.0)
     backward_s = timing.backward.median_s * (backward / was_backward if was_backward else 1.0)
     return UnitTime(
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=forward_s + time.glue_s[0],
+        backward_s=backward_s + time.glue_s[1],
         recompute_s=forward_s * again / forward if forward else 0.0,
         forward_launch_s=0.0,
         backward_launch_s=0.0,
         recompute_launch_s=0.0,
         count=time.count,
+        glue_s=time.glue_s,
+    )
+
+
+def _own_s(time: UnitTime) -> tuple[float, float]:
+    """Seconds of a unit's forward and backward, launches included, without code before it."""
+    forward_s, backward_s = time.glue_s
+    return (
+        time.forward_s + time.forward_launch_s - forward_s,
+        time.backward_s + time.backward_launch_s - backward_s,
     )
 
 

@@ -8,12 +8,12 @@ from functools import cached_property
 
 from advisor.cost.axes import EXPERTS_PER_TOKEN, over_experts, over_tokens, split_experts
 from advisor.cost.runs import UnitRun, divided, runs_of
-from advisor.cost.tensor import Styled, Styles, cut, is_split, split_loss
-from advisor.cost.unit_load import UnitLoad
+from advisor.cost.tensor import WHOLE, Styled, Styles, cut, is_split, split_loss
+from advisor.cost.unit_load import UnitLoad, with_glue, with_less, with_whole
 from advisor.cost.work import around, over_expert_ranks, unit_work
 from engines.tensor.styles import Kind, Style
 from profiles.model.layers import LayerCost, LayerKind
-from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitProfile
+from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.model.source import CaptureSource
 from profiles.workload.optimizer_states import FP32_BYTES
 from profiles.workload.stack import TORCH, Loss, Stack
@@ -212,30 +212,35 @@ def loads_of(
     if tp > 1:
         runs = divided(runs, styled)
     head = _split_head(runs, styled, numerics) if tp > 1 else None
-    loads = []
-    for run in runs:
+    glue = model.glue.get(numerics, {})
+    glue_styles = next((styled[run.first] for run in runs if run.unit.name == GLUE), None)
+
+    def loaded(unit: UnitProfile, place: Styled, count: int = 1) -> UnitLoad:
         load = _load(
-            run,
+            unit,
+            count,
             numerics,
             samples / cp,
-            is_separate=run.unit.name in separate and run.unit.name != "",
-            is_late=run.unit.name in late and run.unit.gradient_bytes > 0,
-            styled=styled[run.first],
+            is_separate=unit.name in separate and unit.name != "",
+            is_late=unit.name in late and unit.gradient_bytes > 0,
+            styled=place,
             tp=tp,
             stack=stack,
         )
-        if cp > 1:
-            load = over_tokens(
-                load,
-                run.unit.cost(numerics),
-                cp=cp,
-                samples=samples / cp,
-                element_bytes=_element_bytes(model, numerics),
-            )
+        if cp == 1:
+            return load
+        element_bytes, cost = _element_bytes(model, numerics), unit.cost(numerics)
+        return over_tokens(load, cost, cp=cp, samples=samples / cp, element_bytes=element_bytes)
+
+    loads = []
+    for run in runs:
         unit = run.unit
+        if unit.name == GLUE and glue:
+            unit = unit.model_copy(update={"costs": {numerics: glue.get(GLUE, UnitCost())}})
+        load = loaded(unit, styled[run.first], run.count)
         if stack.splits_experts and tp > 1 and unit.experts:
             unit = split_experts(unit, tp=tp)
-            load = _with_less(load, run.unit.parameter_bytes - unit.parameter_bytes)
+            load = with_less(load, run.unit.parameter_bytes - unit.parameter_bytes)
         if ep > 1:
             load = over_experts(
                 load,
@@ -250,9 +255,12 @@ def loads_of(
             )
             load = _over_expert_ranks(load, ep)
         if keeps_whole and run.unit.whole_bytes:
-            load = _with_whole(load, run.unit)
+            load = with_whole(load, run.unit)
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp, stack=stack)
+        if unit.name in glue and unit.name != GLUE:
+            code = UnitProfile(name=GLUE, kind="", costs={numerics: glue[unit.name]})
+            load = with_glue(load, loaded(code, glue_styles or WHOLE))
         loads.append(load)
     return Loads(
         runs=tuple(loads),
@@ -313,7 +321,8 @@ def _loss_unit(model: ModelProfile) -> str:
 
 
 def _load(
-    run: UnitRun,
+    unit: UnitProfile,
+    count: int,
     numerics: Numerics,
     samples: float,
     *,
@@ -323,7 +332,6 @@ def _load(
     tp: int,
     stack: Stack,
 ) -> UnitLoad:
-    unit = run.unit
     cost = unit.cost(numerics)
     load = UnitLoad(
         name=unit.name,
@@ -347,7 +355,7 @@ def _load(
         output_bytes=cost.output_bytes.at(samples),
         forward_transient_bytes=cost.forward_transient_bytes.at(samples),
         backward_transient_bytes=cost.backward_transient_bytes.at(samples),
-        count=run.count,
+        count=count,
         layer_bytes=sum(layer.output_bytes.at(samples) for layer in cost.layers),
         tensors=_tensors(unit),
         work=unit_work(cost, styled, tp=tp, samples=samples),
@@ -372,31 +380,6 @@ def _load(
         forward_transient_bytes=own.forward_transient_bytes,
         backward_transient_bytes=own.backward_transient_bytes,
         exchanges=own.exchanges,
-    )
-
-
-def _with_less(load: UnitLoad, spared: float) -> UnitLoad:
-    """Return `load` without weight bytes of other tp ranks."""
-    return replace(
-        load,
-        parameter_bytes=load.parameter_bytes - spared,
-        gradient_bytes=load.gradient_bytes - spared,
-        partial_gradient_bytes=max(0.0, load.partial_gradient_bytes - spared),
-    )
-
-
-def _with_whole(load: UnitLoad, unit: UnitProfile) -> UnitLoad:
-    """Take parameters that stay whole out of what is sharded; of split layers the rank's share."""
-    share = load.parameter_bytes / unit.parameter_bytes
-    whole = share * unit.whole_bytes
-    trained = share * sum(shape.nbytes * shape.count for shape in unit.whole_shapes)
-    return replace(
-        load,
-        parameter_bytes=load.parameter_bytes - whole,
-        gradient_bytes=load.gradient_bytes - trained,
-        whole_bytes=whole,
-        whole_gradient_bytes=trained,
-        whole_tensors=sum(shape.count for shape in unit.whole_shapes),
     )
 
 

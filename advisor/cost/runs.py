@@ -25,7 +25,8 @@ class UnitRun:
 def runs_of(model: ModelProfile) -> tuple[UnitRun, ...]:
     """Units of `model` in order, equal neighbors combined.
 
-    Units whose measured times differ are different; those that FSDP treats differently are too.
+    Units whose measured times differ are different; so are those that FSDP treats differently, and
+    those with other code before them.
     """
     separate = {unit.name for unit in model.shard_units()}
     late = model.reduced_at_end
@@ -34,7 +35,12 @@ def runs_of(model: ModelProfile) -> tuple[UnitRun, ...]:
     previous: tuple[object, ...] | None = None
     for place, unit in enumerate(model.units):
         name = unit.name
-        key = (name in separate, name in late, [units.get(name) for units in timed])
+        key = (
+            name in separate,
+            name in late,
+            [units.get(name) for units in timed],
+            [before.get(name) for before in model.glue.values()],
+        )
         if previous == key and _alike(runs[-1].unit, unit):
             runs[-1] = UnitRun(runs[-1].unit, runs[-1].first, runs[-1].count + 1)
         else:

@@ -14,7 +14,7 @@ from advisor.cost.exposed import overlaps_gathers
 from advisor.cost.loads import Loads
 from advisor.cost.replay import backward, forward
 from advisor.cost.stage import StageCost
-from advisor.cost.stage_host import pass_s, repeated_s, split_s
+from advisor.cost.stage_host import backward_s, forward_s, repeated_s, split_s
 from advisor.cost.stage_memory import StageMemory, chunk_of
 from engines.plan import DataParallel, Plan
 
@@ -77,18 +77,20 @@ class StageCosts(Sequence[StageCost]):
         alike = self._alike[key]
         added = alike.computing.added.total * (plan.forwards - 1) / plan.forwards
         device = model.facts.cluster.device
-        again_s = self._repeated_s if stage else 0.0
+        there_s, back_s = forward_s(part, device), backward_s(device)
+        if stage:
+            there_s += self._repeated_s[self._places[stage][0]]
         return replace(
             alike,
             part=part,
-            forward_s=alike.forward_s + again_s + pass_s(device),
-            backward_s=alike.backward_s + added + pass_s(device),
-            host_s=again_s + 2 * pass_s(device),
+            forward_s=alike.forward_s + there_s,
+            backward_s=alike.backward_s + added + back_s,
+            host_s=there_s + back_s,
             split_s=split_s(part, device),
         )
 
     @cached_property
-    def _repeated_s(self) -> float:
+    def _repeated_s(self) -> Sequence[float]:
         return repeated_s(self._model, self._plan)
 
 

@@ -1,29 +1,43 @@
 """Host time of pipeline stages, besides that of their layers' operations.
 
 Every pass of a microbatch runs Python code of torch's schedules (2.13) and posts its sends and
-receives. A stage runs the model's whole forward, with the calls of other stages replaced: code
-between modules, and modules that compute on no parameter, are run again on every stage. A split
-backward collects the graph, and calls autograd once more for the gradients of each parameter.
+receives. A stage runs the model's forward up to its last unit. Its own calls are intercepted; those
+of earlier stages are replaced by zeros of their outputs' shapes, while code between modules, and
+modules that compute on no parameter, are run again. A split backward collects the graph, and calls
+autograd once more for the gradients of each parameter.
 
 Processors alone: an accelerator's host runs ahead. Figures are in launches, as
-`python -m tests.benchmarks.stage_host` prints them.
+`python -m tests.benchmarks.stage_host` prints them on idle cores: 32 to 43 a microbatch on the
+first stage with 3 units and 46 to 53 with 6; on the second, 35 to 51 with 1 after 3 others and 53
+to 76 with 4 after 6.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
+from advisor.cost.calibration import CALIBRATION
 from advisor.cost.context import CostContext
 from advisor.cost.loads import Loads
 from engines.plan import Plan
 from profiles.machine.cluster import Device
+from profiles.model.profile import GLUE, LOSS
 
-# 48 to 55 a microbatch and stage of 12 parameters, in both passes; 72 to 89 with 48.
-PASS = 28
+# Of a forward or a backward; of a unit's own call; of the zeros in place of an earlier call.
+PASS, CALL, ZEROS = 10, 4, 5
 # 5.9 to 7.0 a parameter.
 SPLIT_TENSOR = 7
 
 
-def pass_s(device: Device) -> float:
-    """Seconds of a forward or a backward of a microbatch on a stage."""
+def forward_s(part: Loads, device: Device) -> float:
+    """Seconds of a microbatch's forward on the stage `part`."""
+    calls = sum(name not in (GLUE, LOSS) for name in part.names)
+    return (PASS + CALL * calls) * device.launch_s.value if device.kind == "cpu" else 0.0
+
+
+def backward_s(device: Device) -> float:
+    """Seconds of a microbatch's backward on a stage."""
     return PASS * device.launch_s.value if device.kind == "cpu" else 0.0
 
 
@@ -32,10 +46,20 @@ def split_s(part: Loads, device: Device) -> float:
     return SPLIT_TENSOR * part.tensors * device.launch_s.value if device.kind == "cpu" else 0.0
 
 
-def repeated_s(model: CostContext, plan: Plan) -> float:
-    """Seconds of what every stage after the first runs again in a forward."""
-    if model.facts.cluster.device.kind != "cpu":
-        return 0.0
+def repeated_s(model: CostContext, plan: Plan) -> Sequence[float]:
+    """Seconds of what a stage after the first runs again in a forward, by the unit that it begins
+    with."""
+    device = model.facts.cluster.device
+    if device.kind != "cpu":
+        return [0.0] * len(model.facts.model.units)
     loads = model.loads(plan)
-    times = (model.computing(plan, loads.part(n, n + 1)).times for n in model.stages.repeated)
-    return sum(time.forward_s + time.forward_launch_s for each in times for time in each)
+    again = [model.computing(plan, loads.part(n, n + 1)).times for n in model.stages.repeated]
+    everywhere = sum(time.forward_s + time.forward_launch_s for times in again for time in times)
+    bandwidth = CALIBRATION.bandwidth_bytes_per_s(device)
+    earlier = [
+        time.glue_s[0]
+        + (unit.name != GLUE) * (unit.output_bytes / bandwidth + ZEROS * device.launch_s.value)
+        for unit, time in zip(loads.entries, model.computing(plan, loads).times, strict=True)
+        for _ in range(unit.count)
+    ]
+    return list(accumulate(earlier[:-1], initial=everywhere))

@@ -72,6 +72,8 @@ class AppliedStyles(NamedTuple):
 
 Styled = tuple[AppliedStyles, ...]
 """Of a unit itself, then of each of its layers."""
+WHOLE: Styled = (AppliedStyles(()),)
+"""Of code that no style is for."""
 
 
 class Styles:

@@ -73,10 +73,10 @@ def launching_s(loads: Loads, computing: Computing, device: Device, *, devices: 
     """Seconds added to a device's forward and backward by launching for `devices` devices."""
     seconds = 0.0
     for unit, time in zip(loads.entries, computing.times, strict=True):
-        forward, backward = (
-            devices * kernels * device.launch_s.value
-            for kernels in (unit.forward_kernels, unit.backward_kernels)
-        )
+        parts = [unit] if unit.glue is None else [unit, unit.glue]
+        launch_s = devices * device.launch_s.value
+        forward = launch_s * sum(part.forward_kernels for part in parts)
+        backward = launch_s * sum(part.backward_kernels for part in parts)
         added = max(0.0, forward - time.forward_s) + max(0.0, backward - time.backward_s)
         if time.recompute_s:
             added += max(0.0, forward - time.recompute_s)

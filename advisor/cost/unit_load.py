@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from advisor.cost.tensor import TensorExchange
 from advisor.cost.work import NO_WORK, UnitWork
+from profiles.model.profile import UnitProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class UnitLoad:
         expert_tensors: trainable parameters of a rank's experts.
         exchanges: the tensor collectives of one unit's forward and backward.
         work: its products and attention.
+        glue: code between units that runs before it. Its memory is counted in the fields above, its
+            work is not.
     """
 
     name: str
@@ -67,3 +70,44 @@ class UnitLoad:
     expert_tensors: int = 0
     exchanges: tuple[TensorExchange, ...] = ()
     work: UnitWork = NO_WORK
+    glue: UnitLoad | None = None
+
+
+def with_glue(unit: UnitLoad, glue: UnitLoad) -> UnitLoad:
+    """Load of `unit` and of the code that runs before it, whose activations are kept even if the
+    unit is recomputed."""
+    saved = glue.activation_bytes
+    return replace(
+        unit,
+        activation_bytes=unit.activation_bytes + saved,
+        selective_bytes=unit.selective_bytes + saved,
+        input_bytes=unit.input_bytes + saved,
+        forward_transient_bytes=max(unit.forward_transient_bytes, glue.forward_transient_bytes),
+        backward_transient_bytes=max(unit.backward_transient_bytes, glue.backward_transient_bytes),
+        glue=glue,
+    )
+
+
+def with_less(load: UnitLoad, spared: float) -> UnitLoad:
+    """Return `load` without weight bytes of other tp ranks."""
+    return replace(
+        load,
+        parameter_bytes=load.parameter_bytes - spared,
+        gradient_bytes=load.gradient_bytes - spared,
+        partial_gradient_bytes=max(0.0, load.partial_gradient_bytes - spared),
+    )
+
+
+def with_whole(load: UnitLoad, unit: UnitProfile) -> UnitLoad:
+    """Take parameters that stay whole out of what is sharded; of split layers the rank's share."""
+    share = load.parameter_bytes / unit.parameter_bytes
+    whole = share * unit.whole_bytes
+    trained = share * sum(shape.nbytes * shape.count for shape in unit.whole_shapes)
+    return replace(
+        load,
+        parameter_bytes=load.parameter_bytes - whole,
+        gradient_bytes=load.gradient_bytes - trained,
+        whole_bytes=whole,
+        whole_gradient_bytes=trained,
+        whole_tensors=sum(shape.count for shape in unit.whole_shapes),
+    )

@@ -117,6 +117,11 @@ def capture(
         flow=_flow(one.flow, two.flow if two is not None else None, samples),
         experts_per_token=_experts_per_token(model),
         devices=subject.devices,
+        glue={
+            kind: fitted(first.glue, second.glue if second else None, samples)
+            for kind, (first, second) in looks.items()
+            if first.glue
+        },
         crossings={
             kind: crossings(first.copies, second.copies if second else None, samples)
             for kind, (first, second) in looks.items()

@@ -92,6 +92,7 @@ class TraceMode(FakeRunMode):
         self.flow = FlowTrace(storages)
         self.copies = CopyTrace(storages, placed) if placed else None
         self.scope = Scope(GLUE)
+        self._glue_began = next_sequence_number()
         self.scopes = [self.scope]
         self.shared: set[str] = set()
         self.outside_leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -160,6 +161,8 @@ class TraceMode(FakeRunMode):
         self._chains.hand_on(map(self.storages.memory_of, tensors_in(inputs)))
         is_outermost = not self._callers
         if is_outermost:
+            if next_sequence_number() > self._glue_began:
+                self.scope.before = scope.name
             self._timeline.close((self.scope, False))
             self.flow.begin(scope.name, inputs)
         else:
@@ -185,6 +188,7 @@ class TraceMode(FakeRunMode):
         else:
             self.flow.end(output)
             self._go_to(Scope(GLUE))
+            self._glue_began = next_sequence_number()
 
     def stand_for(self, scope: Scope, trail: Trail) -> None:
         """The call that is going on does what an earlier one did."""

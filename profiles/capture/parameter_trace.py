@@ -51,6 +51,7 @@ def trace_parameters(subject: TracedModel) -> StepTrace:
         costs[LOSS] = Cost()
     return StepTrace(
         costs=costs,
+        glue={},
         shared=frozenset(costs),  # it is not known who uses whose parameters
         unused=(),
         sparse_gradients=tuple(_sparse_weights(subject.model)),

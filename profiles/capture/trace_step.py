@@ -30,7 +30,7 @@ from profiles.model.profile import LOSS, LossTerms, Numerics
 from profiles.model.source import CaptureSource, ValueRead
 from profiles.torch_compat import storage_of, tensors_in, without_onednn
 from profiles.trace.scopes import Scope
-from profiles.trace.tally import Cost, SavedBytes, tally
+from profiles.trace.tally import Cost, SavedBytes, glue_costs, tally
 from profiles.trace.timeline import Timeline
 
 _REGISTERED = ("_buffers", "_modules", "_parameters")
@@ -42,6 +42,7 @@ class StepTrace:
 
     Attributes:
         costs: by unit, in the order of first calls.
+        glue: see `ModelProfile`.
         shared: units with a parameter that code outside them uses.
         unused, sparse_gradients: names of parameters without a gradient, and with a sparse one.
         loss_terms, logits_read_by: see `ModelProfile`.
@@ -61,6 +62,7 @@ class StepTrace:
     """
 
     costs: dict[str, Cost]
+    glue: dict[str, Cost]
     shared: frozenset[str]
     unused: tuple[str, ...]
     sparse_gradients: tuple[str, ...]
@@ -176,6 +178,7 @@ def trace_step(
         ignored = _gradient_numbers(parameters.values(), storages)
         return StepTrace(
             costs=tally(trace.scopes, saved, storages.timeline, ignored=ignored),
+            glue=glue_costs(trace.scopes, saved, storages.timeline, ignored=ignored),
             shared=frozenset(trace.shared),
             unused=tuple(
                 subject.names[key][0]

@@ -192,6 +192,9 @@ class ModelProfile(Document):
         is_proportional: the model did not run at twice the sample's batch; costs are taken to grow
             with the batch, nothing is taken to be fixed.
         flow: which calls feed which, `AS_BUILT`.
+        glue: per kind of numerics, the costs of `GLUE` by the unit that its code runs before, whose
+            pipeline stage runs it. What no gradient goes back through is under `GLUE`: every stage
+            that needs it runs it. Empty where that is all.
         experts_per_token: of a mixture of experts, how many a token is sent to; None where there is
             no mixture, or its configuration does not say.
         devices: that the parts of the module were put on by hand; empty where it is in one place.
@@ -223,6 +226,7 @@ class ModelProfile(Document):
     times: tuple[BlockTimes, ...] = Field((), max_length=MOST_TIMES)
     is_proportional: bool = False
     flow: Flow = Flow()
+    glue: dict[Numerics, dict[str, UnitCost]] = Field(default_factory=dict)
     experts_per_token: PositiveInt | None = None
     devices: tuple[str, ...] = ()
     crossings: dict[Numerics, tuple[DeviceCrossing, ...]] = Field(default_factory=dict)

@@ -165,6 +165,7 @@ class Scope:
 
     Attributes:
         is_block: true inside a block, also for units that it calls.
+        before: of a stretch between calls that gradients go back through, the unit called next.
         stands_for: an equal call that ran in full; what was run here is what was run there.
         layers: those that were called here, by their paths in the unit.
         part: what runs now in the forward; None before the first layer.
@@ -178,6 +179,7 @@ class Scope:
     backward: Work = field(default_factory=Work)
     input_bytes: int = 0
     output_bytes: int = 0
+    before: str = ""
     stands_for: Scope | None = None
     layers: dict[str, LayerCall] = field(default_factory=dict)
     part: LayerSegment | None = None

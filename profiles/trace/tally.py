@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
-from profiles.model.profile import LOSS, Affine, UnitCost
+from profiles.model.profile import GLUE, LOSS, Affine, UnitCost
 from profiles.model.work import FusibleKind
 from profiles.trace.chains import add_savings, savings
 from profiles.trace.layer_tally import (
@@ -61,17 +62,23 @@ class SavedBytes:
 
 
 def tally(
-    scopes: Sequence[Scope], saved_bytes: SavedBytes, timeline: Timeline, *, ignored: frozenset[int]
+    scopes: Sequence[Scope],
+    saved_bytes: SavedBytes,
+    timeline: Timeline,
+    *,
+    ignored: frozenset[int],
+    key: Callable[[Scope], str] = attrgetter("name"),
 ) -> dict[str, Cost]:
     """All calls of a unit together, in the order of first calls; of transients the highest.
 
     Args:
         timeline: has the windows (scope, is_backward); `ignored` allocations count nowhere.
+        key: of the costs of a scope.
     """
     peaks = timeline.peaks(ignored=ignored)
     costs: dict[str, Cost] = {}
     for called in scopes:
-        cost = costs.setdefault(called.name, Cost())
+        cost = costs.setdefault(key(called), Cost())
         scope = called.stands_for or called
         cost.forward_flop += scope.forward.flop
         cost.backward_flop += scope.backward.flop
@@ -106,6 +113,18 @@ def tally(
         spared = max(peaks.get(window, 0) - fused.get(window, 0) for window in windows)
         add_savings(costs[LOSS].fusible, {FusibleKind.LOSS: Saving(transient_bytes=spared)})
     return costs
+
+
+def glue_costs(
+    scopes: Sequence[Scope], saved_bytes: SavedBytes, timeline: Timeline, *, ignored: frozenset[int]
+) -> dict[str, Cost]:
+    """Costs of code between calls by the unit that is called next: see `ModelProfile.glue`."""
+    between = [scope for scope in scopes if scope.name == GLUE]
+    costs = tally(
+        between, saved_bytes, timeline, ignored=ignored, key=lambda scope: scope.before or GLUE
+    )
+    costs = {unit: cost for unit, cost in costs.items() if cost != Cost()}
+    return costs if costs.keys() - {GLUE} else {}
 
 
 def fitted(

@@ -56,6 +56,7 @@ def with_lora(model: ModelProfile, *, rank: int = 16, is_quantised: bool = False
         update={
             "units": tuple(units),
             "dtype": "bfloat16",
+            "glue": {Numerics.AS_BUILT: model.glue[kind]} if kind in model.glue else {},
             "flow": _halved(model.flow) if model.dtype == "float32" else model.flow,
             "times": (),
             "config": None,

@@ -39,7 +39,11 @@ def under_stack(model: ModelProfile, stack: Stack) -> ModelProfile:
             done[key] = {kind: _unit_cost(cost, stack) for kind, cost in unit.costs.items()}
         units.append(unit.model_copy(update={"costs": done[key]}))
     changed = with_loss(units, stack.loss, chunks=stack.loss_chunks)
-    return model.model_copy(update={"units": changed, "stack": stack.name})
+    glue = {
+        kind: {unit: _unit_cost(cost, stack) for unit, cost in costs.items()}
+        for kind, costs in model.glue.items()
+    }
+    return model.model_copy(update={"units": changed, "glue": glue, "stack": stack.name})
 
 
 def calls_processor(model: ModelProfile) -> bool:

@@ -1,7 +1,8 @@
 """`python -m tests.benchmarks.stage_host`: host time of pipeline stages, besides their layers'.
 
-Blocks of a tiny GPT on the middle rank of three, in a fake world, against the same blocks by hand:
-what a microbatch adds is Python code, of schedules, of the replayed forward and of split backwards.
+Blocks of a tiny GPT on the first and the middle rank of three, in a fake world, against the same
+blocks by hand: what a microbatch adds is Python code, of schedules, of the replayed forward and of
+split backwards. The first rank has two embeddings too.
 `advisor.cost.stage_host` has these figures in launches, which are timed beside them.
 """
 
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from statistics import median
 
 import torch
@@ -43,19 +45,19 @@ def gpt(blocks: int) -> GPT:
     return GPT(config)
 
 
-def per_microbatch_s(schedule: Schedule, blocks: int) -> float:
-    """Seconds of the processor for a further microbatch on the middle rank."""
+def per_microbatch_s(schedule: Schedule, blocks: int, rank: int) -> float:
+    """Seconds of the processor for a further microbatch on a rank."""
     took = []
     for microbatches in (FEW, MANY):
         model, ids = gpt(blocks), torch.zeros(ROWS * microbatches, TOKENS, dtype=torch.long)
         plan = Plan(
             pp=RANKS,
             schedule=schedule,
-            stages=tuple(f"blocks.{rank * blocks}" for rank in range(1, RANKS)),
+            stages=tuple(f"blocks.{stage * blocks}" for stage in range(1, RANKS)),
             microbatch_size=ROWS,
             microbatches=microbatches,
         )
-        with fake_rank(1, RANKS):
+        with fake_rank(rank, RANKS):
             parallel = apply_plan(
                 model,
                 plan,
@@ -98,10 +100,13 @@ def main() -> int:
     launch_s = launch_timing(torch.device("cpu"), seconds=1.0).median_s / KERNELS
     sys.stdout.write(f"a launch takes {launch_s * 1e6:.1f} us; launches a microbatch and stage:\n")
     for schedule in SCHEDULES:
-        for blocks in BLOCKS:
-            added = per_microbatch_s(schedule, blocks) - by_hand_s(blocks)
+        for rank, blocks in product((0, 1), BLOCKS):
+            added = per_microbatch_s(schedule, blocks, rank) - by_hand_s(blocks)
             tensors = blocks * len(list(gpt(1).blocks[0].parameters()))
-            sys.stdout.write(f"  {schedule}, {tensors} parameters: {added / launch_s:.0f}\n")
+            sys.stdout.write(
+                f"  {schedule}, rank {rank}, {blocks} blocks of {tensors} parameters:"
+                f" {added / launch_s:.0f}\n"
+            )
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0

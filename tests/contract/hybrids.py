@@ -231,7 +231,7 @@ def compared(subject: Subject, rank: int) -> Compared:
         # Experts of this rank save what tokens came, here in another code path than captured.
         is_plain = not plan.data_parallel.is_sharded and plan.precision is Precision.FP32
         is_plain = is_plain and plan.ep == 1
-        activations = _saved_activations(parallel, batch_of(ROWS)) if is_plain else None
+        activations = saved_activations(parallel, batch_of(ROWS)) if is_plain else None
     model = CostModel(facts_of(plan, subject.profile))
     position = rank // (plan.world_size // plan.pp)
     return Compared(
@@ -241,7 +241,7 @@ def compared(subject: Subject, rank: int) -> Compared:
         states=states[0],
         charged_states=_charged_states(model, plan, position),
         activations=activations,
-        charged_activations=_charged_activations(model, plan, position),
+        charged_activations=charged_activations(model, plan, position),
     )
 
 
@@ -263,7 +263,7 @@ def _charged_states(model: CostModel, plan: Plan, position: int) -> float:
     return next(stage.states_bytes for stage in estimate.stages if stage.rank == position)
 
 
-def _charged_activations(model: CostModel, plan: Plan, position: int) -> float:
+def charged_activations(model: CostModel, plan: Plan, position: int) -> float:
     ends = model.stages.ends(plan) if plan.pp > 1 else (0, len(model.facts.model.units))
     own = stages_of_rank(plan, position) if plan.pp > 1 else (0,)
     loads = model.loads(plan)
@@ -279,7 +279,7 @@ def _states(parallel: ParallelModel) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _saved_activations(parallel: ParallelModel, batch: Batch) -> int:
+def saved_activations(parallel: ParallelModel, batch: Batch) -> int:
     """Bytes that a forward of every stage leaves for its backward.
 
     What arrives over a border is kept by the first unit of a stage; what leaves it belongs to the

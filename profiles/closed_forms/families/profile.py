@@ -28,7 +28,7 @@ from profiles.model.profile import (
     UnitCost,
     UnitProfile,
 )
-from profiles.trace.tally import Cost, fitted, tally
+from profiles.trace.tally import Cost, fitted, glue_costs, tally
 
 
 def profile_from_config(
@@ -89,6 +89,7 @@ def profile_from_config(
         unused=network.unused(),
         has_loss=True,
         flow=next(iter(runs.values())).flow,
+        glue={kind: run.glue for kind, run in runs.items() if run.glue},
         experts_per_token=family.experts_per_token,
         config=_as_json(config),
     )
@@ -115,10 +116,12 @@ def _check_length(family: ModelFamily, sequence_length: int | None, where: str) 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The network as it was run at the batch itself, what its units cost and what feeds them."""
+    """The network as it was run at the batch itself, what its units and the code between them cost,
+    and what feeds them."""
 
     network: FamilyRun
     costs: Mapping[str, UnitCost]
+    glue: dict[str, UnitCost]
     flow: Flow
 
 
@@ -141,12 +144,17 @@ def _run_twice(
         )
         for count in (1, 2)
     )
-    costs = fitted(_costs(once, family), _costs(twice, family), samples)
-    return _Run(once, costs, flow_of(once.wiring, twice.wiring, samples))
+    (one, glue), (two, glue_of_two) = _costs(once, family), _costs(twice, family)
+    return _Run(
+        once,
+        fitted(one, two, samples),
+        fitted(glue, glue_of_two, samples),
+        flow_of(once.wiring, twice.wiring, samples),
+    )
 
 
-def _costs(network: FamilyRun, family: ModelFamily) -> dict[str, Cost]:
-    """Forward and backward, and what each unit took."""
+def _costs(network: FamilyRun, family: ModelFamily) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """Forward and backward: what each unit took, and code before each (`ModelProfile.glue`)."""
     tape = network.tape
     loss = network.finish(*family.run(network))
     saved = saved_bytes(tape.made)
@@ -154,7 +162,8 @@ def _costs(network: FamilyRun, family: ModelFamily) -> dict[str, Cost]:
     parameters = (p for unit in network.units.values() for p in unit.parameters.values())
     numbers = (gradient_number(parameter) for parameter in parameters)
     ignored = frozenset(number for number in numbers if number is not None)
-    return tally(tape.scopes, saved, tape.timeline, ignored=ignored)
+    amounts = tape.scopes, saved, tape.timeline
+    return tally(*amounts, ignored=ignored), glue_costs(*amounts, ignored=ignored)
 
 
 def _in_order(network: FamilyRun, costs: Mapping[str, UnitCost]) -> list[str]:

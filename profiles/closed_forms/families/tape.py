@@ -111,6 +111,7 @@ class Tape:
         self.on_processor = on_processor
         self.timeline = Timeline()
         self.scope = Scope(GLUE)
+        self._nodes_before = 0  # of the autograd graph, when the scope began
         self.scopes = [self.scope]
         self.shared: set[str] = set()
         self.features = Features()  # of the unit that is being called
@@ -121,7 +122,7 @@ class Tape:
         self.made: list[Made] = []
         self._gradient_bytes: dict[Made, int] = {}  # of trainable parameters
         self._in_backward = False
-        self._sequence = itertools.count()
+        self._nodes = 0
         self._known = itertools.count(-1, -1)
         self._casts: dict[Node, Array] = {}
         self.timeline.open((self.scope, False))
@@ -254,8 +255,9 @@ class Tape:
         self._go_on()
         if self._in_backward or all(array.node is None for array in inputs):
             return
+        self._nodes += 1
         node = Node(
-            next(self._sequence),
+            self._nodes,
             self.scope,
             backward,
             [(array.node, array.index) if array.node else None for array in inputs],
@@ -285,6 +287,8 @@ class Tape:
     def enter(self, name: str, inputs: Sequence[Array], *, is_block: bool) -> None:
         """A unit is called with these inputs."""
         self._hand_on(inputs)
+        if self._nodes > self._nodes_before:
+            self.scope.before = name
         self.timeline.close((self.scope, False))
         self._go_to(Scope(name, is_block))
         self.scope.input_bytes = self._take(inputs)
@@ -295,6 +299,7 @@ class Tape:
         self.scope.output_bytes += sum({id(a): a.size_bytes for a in outputs}.values())
         self.timeline.close((self.scope, False))
         self._go_to(Scope(GLUE))
+        self._nodes_before = self._nodes
 
     @contextmanager
     def module(self, name: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.errors import InputError
 from profiles.machine.cluster import ClusterProfile
-from profiles.model.profile import ModelProfile
+from profiles.model.profile import ModelProfile, UnitCost
 from profiles.model.times import BlockTimes, UnitTiming
 from profiles.provenance import Timing
 from tests.engines.cases import cpu_ranks
@@ -71,6 +71,18 @@ def test_measured_units_use_measured_times_and_the_rest_a_roofline() -> None:
     assert cost.measured_share == pytest.approx(24e-3 / (24e-3 + per_unit))
     assert cost.memory == plain.memory
     assert plain.measured_share == 0
+
+
+def test_code_before_measured_units_is_added_to_their_times() -> None:
+    """Units are timed alone; 1 and 2 launches of 5 us a unit, and no bytes."""
+    code = UnitCost(forward_kernels=1, backward_kernels=2)
+    glue = {kind: {f"layers.{n}": code for n in range(3)} for kind in chain().numerics}
+    alone, cost = (
+        predicted(timed(times())),
+        predicted(timed(times()).model_copy(update={"glue": glue})),
+    )
+    added = cost.time.compute_s + cost.time.launch_s - alone.time.compute_s - alone.time.launch_s
+    assert added == pytest.approx(3 * 3 * 5e-6)
 
 
 def test_recompute_takes_the_measured_forward_again() -> None:

@@ -361,3 +361,37 @@ def test_an_empty_split_of_a_layers_output_is_no_part_of_it() -> None:
     profile = capture(nn.Sequential(Rotated(), Rotated()), torch.randn(B, T, 8))
     (layer,) = next(iter(profile.blocks())).cost(AS_BUILT).layers
     assert layer.pieces == (8, 8)
+
+
+class Summed(nn.Module):
+    """A mask of the batch, a gate before the second layer, a sum before the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x > 0
+        first = self.first(x)
+        second = self.second(torch.tanh(first))
+        output: Tensor = self.third(first + second)
+        return output.masked_fill(mask, 0.0)
+
+
+def test_code_between_units_is_told_by_the_unit_that_comes_next() -> None:
+    profile = capture(Summed(), (torch.randn(B, 8), torch.randn(B, 8)), loss_fn=F.mse_loss)
+    glue, row = profile.glue[AS_BUILT], F32 * B * 8
+    kernels = {unit: (c.forward_kernels, c.backward_kernels) for unit, c in glue.items()}
+    # `x > 0`; tanh, and the sum of two gradients of what it takes; the sum; masked_fill.
+    assert kernels[GLUE] == (1, 0)
+    assert kernels["second"] == (1, 2)
+    assert kernels["third"] == (1, 0)
+    assert kernels[LOSS] == (1, 1)
+    assert glue["second"].activation_bytes.at(B) == row  # tanh keeps its output
+    assert glue["third"].activation_bytes.at(B) == 0
+    assert glue[LOSS].activation_bytes.at(B) == B * 8  # the mask, in bytes
+    (whole,) = (unit.cost(AS_BUILT) for unit in profile.units if unit.name == GLUE)
+    for name in ("forward_kernels", "backward_kernels"):
+        assert sum(getattr(cost, name) for cost in glue.values()) == getattr(whole, name)
+    moved = sum(cost.forward_moved_bytes.at(B) for cost in glue.values())
+    assert moved == whole.forward_moved_bytes.at(B)
