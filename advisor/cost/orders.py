@@ -191,12 +191,20 @@ class InFlight(NamedTuple):
         saved: for every chunk, microbatches whose activations are saved: their forward is done,
             their backward is not.
         waiting: those of them that lack only the gradients of weights.
+        has_gradients: for every chunk, whether an earlier microbatch of the round made gradients of
+            its weights.
     """
 
     kind: PassKind
     chunk: int
     saved: tuple[int, ...]
     waiting: tuple[int, ...]
+    has_gradients: tuple[bool, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All that takes memory."""
+        return self.saved + self.waiting + self.has_gradients
 
 
 def moments(
@@ -230,7 +238,7 @@ def moments_of(
     """
     if schedule in ONE_STAGE:
         fullest = _fullest(schedule, rank, ranks, microbatches)
-        return tuple(InFlight(kind, 0, (saved,), (0,)) for kind, saved in fullest)
+        return tuple(InFlight(kind, 0, (saved,), (0,), (made,)) for kind, saved, made in fullest)
     # In-flight counts are periodic once the pipeline is full.
     shown = min(microbatches, FULL_AFTER * ranks)
     order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
@@ -245,31 +253,38 @@ two microbatches per rank and stage, and a stage takes `ranks` of them before th
 
 def _fullest(
     schedule: Schedule, rank: int, ranks: int, microbatches: int
-) -> tuple[tuple[PassKind, int], tuple[PassKind, int]]:
+) -> Iterator[tuple[PassKind, int, bool]]:
+    """Microbatches in flight, and whether there are gradients of an earlier one."""
     in_flight = {
         Schedule.NAIVE: 1,
         Schedule.GPIPE: microbatches,
         Schedule.ONE_F_ONE_B: min(microbatches, ranks - rank),
     }[schedule]
-    return (PassKind.FORWARD, in_flight - 1), (PassKind.BACKWARD, in_flight)
+    is_steady = microbatches > in_flight  # as many when the second backward begins
+    yield PassKind.FORWARD, in_flight - 1, is_steady
+    yield PassKind.BACKWARD, in_flight, is_steady
+    if 1 < in_flight == microbatches:
+        yield PassKind.BACKWARD, in_flight - 1, True
 
 
 def _moments(order: Order, own: Sequence[int], whole: frozenset[int]) -> Iterator[InFlight]:
-    saved, waiting = [0] * len(own), [0] * len(own)
+    saved, waiting, made = [0] * len(own), [0] * len(own), [False] * len(own)
     for kind, stage, _ in order:
         chunk = own.index(stage)
         is_whole = stage in whole
         if not (kind is PassKind.WEIGHT and is_whole):
-            yield InFlight(kind, chunk, tuple(saved), tuple(waiting))
+            yield InFlight(kind, chunk, tuple(saved), tuple(waiting), tuple(made))
         if kind is PassKind.FORWARD:
             saved[chunk] += 1
         elif kind is PassKind.BACKWARD or (kind is PassKind.INPUT and is_whole):
             saved[chunk] -= 1
+            made[chunk] = True
         elif kind is PassKind.INPUT:
             waiting[chunk] += 1
         elif not is_whole:
             saved[chunk] -= 1
             waiting[chunk] -= 1
+            made[chunk] = True
 
 
 def _undominated(candidates: Iterator[InFlight]) -> Iterator[InFlight]:
@@ -279,8 +294,8 @@ def _undominated(candidates: Iterator[InFlight]) -> Iterator[InFlight]:
     for of_action in by_action.values():
         undominated: list[tuple[int, ...]] = []
         # Sorted by sum, a dominating entry comes first.
-        for moment in sorted(of_action, key=lambda each: -sum(each.saved) - sum(each.waiting)):
-            counts = moment.saved + moment.waiting
+        for moment in sorted(of_action, key=lambda each: -sum(each.counts)):
+            counts = moment.counts
             if not any(all(map(ge, other, counts)) for other in undominated):
                 undominated.append(counts)
                 yield moment

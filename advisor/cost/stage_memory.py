@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, compress
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -62,7 +63,8 @@ class StageMemory:
     """Memory of a pipeline stage, or the whole model, for one microbatch.
 
     Attributes:
-        forward, backward: the fullest moments, without other microbatches.
+        forward, backward: the fullest moments, without other microbatches and their gradients.
+        first_backward: the fullest of a backward that makes all gradients, with those made so far.
         saved_bytes: of a microbatch between its forward and its backward: activations and sent
             outputs, but not received inputs, which stay in receive buffers.
         own_bytes: all activations.
@@ -72,6 +74,7 @@ class StageMemory:
 
     forward: Moment
     backward: Moment
+    first_backward: Moment
     saved_bytes: float
     own_bytes: float
     cast_bytes: float
@@ -88,8 +91,8 @@ def chunk_of(
 ) -> StageMemory:
     """Memory of the units of `loads` as one stage of `plan`.
 
-    Gradients are unsharded until a round ends, and so are the parameters that ZeRO-1 and ZeRO-2
-    gather: both are counted per rank, not per stage (see `stage_peak`).
+    Gradients of other microbatches are unsharded until a round ends, and so are the parameters that
+    ZeRO-1 and ZeRO-2 gather: both are counted per rank, not per stage (see `stage_peak`).
 
     Args:
         received_bytes, sent_bytes: of one microbatch, over the borders before and after the stage.
@@ -105,7 +108,10 @@ def chunk_of(
     # Each unit's new gradient is allocated before it is added to those of other microbatches.
     made = share if kind.is_sharded else 1.0
     late = late_bytes(units, share * one_by_one, with_gradients=False)
-    gradients = Gradients(0.0, lambda i: 0.0, lambda i: made * units[i].gradient_bytes + late[i])
+    seen = list(accumulate(unit.gradient_bytes * unit.count for unit in units))
+    gradients = Gradients(
+        0.0, lambda i: seen[-1] - seen[i], lambda i: made * units[i].gradient_bytes + late[i]
+    )
     gathered: Gathered = by_torch
     if stack.states is not None:
         gradients, gathered = own_gradients(0.0, loads, stack), own_gathered(plan, loads)
@@ -113,10 +119,7 @@ def chunk_of(
         forward_moments(plan, loads, gradients, gathered),
         key=lambda moment: moment.total,
     )
-    backward = max(
-        backward_moments(plan, loads, gradients, gathered),
-        key=lambda moment: moment.total,
-    )
+    backwards = list(backward_moments(plan, loads, gradients, gathered))
     multiplied = sum(u.parameter_bytes * u.count * u.is_multiplied for u in loads.runs)
     cast = multiplied * share * (share != 1 and kind in WHOLE)
     own = sum(saved_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
@@ -124,7 +127,10 @@ def chunk_of(
         cast = 0.0
     return StageMemory(
         forward=replace(forward, gathered=forward.gathered + cast),
-        backward=backward,
+        backward=replace(
+            max(backwards, key=lambda moment: moment.total - moment.gradients), gradients=0.0
+        ),
+        first_backward=_fullest(backwards),
         saved_bytes=between_bytes(own, received_bytes, sent_bytes, plan, stack),
         own_bytes=own,
         cast_bytes=cast,
@@ -199,6 +205,7 @@ def stage_peak(
     gradient_bytes = sum(part.gradient_bytes for part in parts) + copied_bytes
     root = sum(part.root_parameter_bytes for part in parts) + copied_bytes
     whole = shares.gradients * gradient_bytes
+    each_whole = [shares.gradients * part.gradient_bytes for part in parts]
     always = shares.gathered * parameter_bytes + shares.root * root
     own = None
     if stack.states is not None:
@@ -219,7 +226,11 @@ def stage_peak(
     def at(moment: InFlight) -> Moment:
         chunk = chunks[moment.chunk]
         is_forward = moment.kind is PassKind.FORWARD
-        during = chunk.forward if is_forward else chunk.backward
+        during, gradients = chunk.forward if is_forward else chunk.backward, whole
+        if own is None and plan.accumulation == 1 and not all(moment.has_gradients):
+            if not (is_forward or moment.has_gradients[moment.chunk]):
+                during = chunk.first_backward
+            gradients = during.gradients + sum(compress(each_whole, moment.has_gradients))
         saved, cast, transient = during.activations, during.gathered + always, during.transient
         if not is_forward:
             saved -= chunk.own_bytes  # of the current microbatch, which is among those in flight
@@ -227,7 +238,7 @@ def stage_peak(
             saved += forwards * each.saved_bytes
             cast += forwards * each.cast_bytes
             transient += waiting * each.waiting_bytes
-        return Moment(during.event, during.unit, whole, saved, cast, transient, during.loss)
+        return Moment(during.event, during.unit, gradients, saved, cast, transient, during.loss)
 
     moments = [at(moment) for moment in in_flight]
     if own is None:

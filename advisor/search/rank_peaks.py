@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class RankPeaks:
         self._costs = cache.costs
         self._place = {unit.name: n for n, unit in enumerate(cache.costs.facts.model.units)}
         self._stages: dict[tuple[int, ...], StageBytes] = {}
-        self._in_flight: dict[tuple[int, ...], float] = {}
+        self._in_flight: dict[tuple[int, ...], tuple[float, float]] = {}
         self._states: dict[tuple[int, ...], float] = {}
         self._shares: dict[tuple[int, ...], RoundShares] = {}
 
@@ -94,13 +94,14 @@ class RankPeaks:
         gathers = kind.is_sharded and kind not in KEEPS_PARAMETERS
         splits = schedule in SPLITS_BACKWARD
         resident = shares.of_parameters * stages.parameters + shares.root * stages.root
-        resident += shares.gradients * stages.gradients
         # A rank's experts are unsharded, or have shards of their own.
         degree = self._degree(space, index)
         unsharded = stages.unsharded / degree if shards_experts else stages.unsharded
         states = self._states_share(space, index) * (stages.gradients / degree + unsharded)
         resident += states + 2 * unsharded
         resident += microbatches * (stages.received + stages.split if splits else stages.received)
+        # Gradients of an earlier round, or of earlier microbatches of this one.
+        gradients, has_earlier = shares.gradients * stages.gradients, space.accumulation[index] > 1
         most = 0.0
         for rank in (0, pp - 1):
             own = stages_of(schedule, rank, ranks=pp, stages=len(stages.saved))
@@ -111,7 +112,9 @@ class RankPeaks:
                 self._in_flight[of_moment] = _in_flight_bytes(
                     stages, schedule, rank, own, ranks=pp, microbatches=shown, gathers=gathers
                 )
-            most = max(most, float(resident[list(own)].sum()) + self._in_flight[of_moment])
+            first, later = self._in_flight[of_moment]
+            with_gradients = float(gradients[list(own)].sum()) + (first if has_earlier else later)
+            most = max(most, float(resident[list(own)].sum()) + max(first, with_gradients))
         model, device = self._costs.facts.model, self._costs.facts.cluster.device
         samples = int(space.microbatch_size[index]) * microbatches * accumulation
         local = model.batch_bytes.at(samples / cp) + model.buffer_bytes
@@ -217,8 +220,9 @@ def _in_flight_bytes(
     ranks: int,
     microbatches: int,
     gathers: bool,
-) -> float:
-    """Bytes of microbatches in flight on a rank at the fullest beginning of a backward."""
+) -> tuple[float, float]:
+    """Bytes of microbatches in flight on a rank at the fullest beginning of a backward, and of one
+    when all gradients are there."""
     moments = moments_of(
         schedule,
         rank,
@@ -229,13 +233,12 @@ def _in_flight_bytes(
     )
     ending = stages.gathering if gathers else stages.ending
     saved, waiting = ([amounts[n] for n in own] for amounts in (stages.saved, stages.waiting))
-    return max(
-        (
-            ending[own[moment.chunk]]
-            + sum(n * each for n, each in zip(moment.saved, saved, strict=True))
-            + sum(n * each for n, each in zip(moment.waiting, waiting, strict=True))
-            for moment in moments
-            if moment.kind is not PassKind.FORWARD
-        ),
-        default=0.0,
-    )
+    backwards = [moment for moment in moments if moment.kind is not PassKind.FORWARD]
+    in_flight = [
+        ending[own[moment.chunk]]
+        + sum(n * each for n, each in zip(moment.saved, saved, strict=True))
+        + sum(n * each for n, each in zip(moment.waiting, waiting, strict=True))
+        for moment in backwards
+    ]
+    later = compress(in_flight, (all(moment.has_gradients) for moment in backwards))
+    return max(in_flight, default=0.0), max(later, default=0.0)

@@ -9,15 +9,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from advisor.cost.buffers import KEEPS_PARAMETERS
 from advisor.cost.memory import room_bytes, upper_end, workspace_bytes
-from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD
+from advisor.cost.orders import FULL_AFTER, ONE_STAGE, SPLITS_BACKWARD
 from advisor.cost.round_shares import RoundShares, round_shares
 from advisor.cost.shared_cores import speedup_alone
 from advisor.cost.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
 from advisor.search.columns import ROUNDING, Columns, unique
-from advisor.search.space import KINDS, SCHEDULES, Floats, Integers
+from advisor.search.space import KINDS, SCHEDULES, Floats, Integers, Space
 from advisor.search.stage_segments import backward_bytes
 from engines.plan import Plan, Schedule
 
@@ -243,10 +244,13 @@ def staged_bytes(columns: Columns) -> StagedBytes:
     space, facts, stack = columns.space, columns.costs.facts, columns.costs.stack
     device = facts.cluster.device
     shares = _shares(columns)
+    made = shares.gradients * _has_gradients(space)
     # Which stage has what stays whole is open.
     states = columns.states_bytes() * shares.optimizer * (not columns.costs.has_whole)
     of_model = columns.of(lambda g: g.loads.parameter_bytes) * shares.of_parameters + states
-    of_model += columns.of(lambda g: g.loads.gradient_bytes) * shares.gradients
+    # The second backward has the gradients of the first.
+    has_second = space.forwards > 1
+    of_model += columns.of(lambda g: g.loads.gradient_bytes) * shares.gradients * has_second
     of_model += columns.of(lambda g: g.loads.root_parameter_bytes) * shares.root
     of_model += 2 * columns.unsharded_bytes() * (stack.states is None)
     if stack.holds_outputs:
@@ -257,7 +261,7 @@ def staged_bytes(columns: Columns) -> StagedBytes:
     def resident(amounts: Floats) -> Floats:
         """Bytes of a part of the model, in proportion to its `Microbatch.of_units`."""
         parameters, gradients, root, experts = amounts
-        whole = parameters * shares.of_parameters + gradients * shares.gradients
+        whole = parameters * shares.of_parameters + gradients * made
         experts = experts * columns.unsharded_share
         if stack.states is None:
             whole += root * shares.root + 2 * experts
@@ -333,6 +337,18 @@ def _in_flight(
         [np.ones_like(schedule), microbatches, np.minimum(ranks, 2 * behind + 1)],
         default=behind + 1,
     )
+
+
+def _has_gradients(space: Space) -> NDArray[np.bool_]:
+    """True where gradients of other microbatches are there while as many as `_in_flight` says are:
+    those of an earlier round; those of the first backward where forwards go on after it."""
+    schedule, pp = space.schedule, space.pp
+    enough = np.select(
+        [schedule == _NAIVE, schedule == _GPIPE, schedule == _ONE_F_ONE_B],
+        [np.ones_like(pp), space.microbatches, pp],
+        default=FULL_AFTER * pp,
+    )
+    return np.asarray((space.accumulation > 1) | (space.microbatches > enough))
 
 
 def _shares(columns: Columns) -> _Shares:

@@ -58,12 +58,26 @@ def test_1f1b_holds_activations_of_as_many_microbatches_as_stages_are_left() -> 
 
 
 def test_gpipe_holds_all_microbatches_and_naive_stages_hold_one() -> None:
-    every = on_cpus("pp=4 schedule=gpipe microbatches=8", ranks=4)
-    single = on_cpus("pp=4 schedule=naive microbatches=8", ranks=4)
+    every = on_cpus("pp=4 schedule=gpipe microbatches=8 accumulation=2", ranks=4)
+    single = on_cpus("pp=4 schedule=naive microbatches=8 accumulation=2", ranks=4)
     assert [stage.in_flight for stage in every.stages] == [8] * 4
     assert [stage.in_flight for stage in single.stages] == [1] * 4
     # Rank 0, seven microbatches of two rows and what it sent; and buffers for one, not for eight.
     assert by_rank(every)[0] - by_rank(single)[0] == pytest.approx(7 * 3 * ROW + 7 * ROW)
+
+
+def test_the_first_backward_of_a_step_makes_the_gradients_that_later_ones_add_to() -> None:
+    """Rank 0 of GPipe: while all microbatches are in flight there are no gradients yet, unless an
+    earlier round made some."""
+    first = on_cpus("pp=4 schedule=gpipe microbatches=8", ranks=4)
+    later = on_cpus("pp=4 schedule=gpipe microbatches=8 accumulation=2", ranks=4)
+    states, in_flight, work = 2 * (UNIT + 2 * UNIT), 8 * 3 * ROW, 2 * ROW
+    last_unit, first_unit = in_flight + UNIT + work, in_flight - ROW + 2 * UNIT + work
+    second = in_flight - 3 * ROW + 3 * UNIT + work  # backward, one microbatch less
+    peak = states + max(last_unit, first_unit, second) + 8 * ROW + CONTEXT
+    assert by_rank(first)[0] == pytest.approx(peak)
+    added = 3 * UNIT  # those of the round before, and the one that is added
+    assert by_rank(later)[0] == pytest.approx(states + in_flight + added + work + 8 * ROW + CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +152,7 @@ def test_a_larger_stage_makes_the_others_wait() -> None:
 
 
 def test_traffic_of_a_step_is_charged_by_axis() -> None:
-    cost = on_cpus("pp=4 dp_replicate=2 schedule=1f1b microbatches=8")
+    cost = fast_links("pp=4 dp_replicate=2 schedule=1f1b microbatches=8")
     sent = {item.purpose: item for item in cost.traffic}
     outputs = sent["activations"]
     assert (outputs.kind, outputs.payload_bytes, outputs.count) == (Collective.SEND_RECV, ROW, 8)
