@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,7 +28,8 @@ def find_units(model: nn.Module) -> tuple[Unit, ...]:
     Lists give their elements, and elements that repeat a class and have children are blocks.
     Modules that hold such lists further down are opened. A block is not, so experts inside it stay
     together; but stages (Swin, ResNet), which hold a list themselves and grow from one to the next,
-    are opened too. A model without children is one unit with the name "".
+    are opened too, and so are elements without a forward of their own (lists of attention and MLP):
+    nobody calls them. A model without children is one unit with the name "".
     """
     if not any(model.children()):
         return (Unit("", model),)
@@ -47,19 +48,32 @@ def owners(model: nn.Module, units: tuple[Unit, ...]) -> dict[int, str]:
 
 
 def _units_in(
-    parent: nn.Module, prefix: str, seen: set[int], *, in_stage: bool = False
+    parent: nn.Module,
+    prefix: str,
+    seen: set[int],
+    *,
+    in_stage: bool = False,
+    also_repeated: frozenset[type[nn.Module]] = frozenset(),
 ) -> Iterator[Unit]:
-    repeated = _repeated_classes(parent) if isinstance(parent, _LISTS) else frozenset()
+    """Units below `parent`; `also_repeated`: classes that lists around it repeat."""
+    repeated = _repeated_classes([parent]) if isinstance(parent, _LISTS) else frozenset()
     holds_stages = bool(repeated) and not in_stage and _are_stages(parent)  # stages hold blocks
+    uncalled = [
+        child for child in parent.children() if _is_composite(child) and _is_uncalled(child)
+    ]
+    within = _repeated_classes(uncalled) if isinstance(parent, _LISTS) else frozenset()
+    repeated |= also_repeated
     for name, child in parent.named_children():
         if id(child) in seen:  # registered in two places: one unit, called from both
             continue
         seen.add(id(child))
         path = f"{prefix}{name}"
-        if type(child) in repeated:
+        if child in uncalled:
+            yield from _units_in(child, f"{path}.", seen, in_stage=in_stage, also_repeated=within)
+        elif type(child) in repeated:
             if _is_plain_list(child) and any(map(_is_composite, child.children())):
                 yield from _units_in(child, f"{path}.", seen, in_stage=in_stage)
-            elif holds_stages and any(map(_repeated_classes, _own_lists(child))):
+            elif holds_stages and any(_repeated_classes([own]) for own in _own_lists(child)):
                 yield from _units_in(child, f"{path}.", seen, in_stage=True)
             else:
                 yield Unit(path, child, is_block=True)
@@ -73,6 +87,11 @@ def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
 
+def _is_uncalled(module: nn.Module) -> bool:
+    """True if it has no forward of its own: code calls what it holds."""
+    return getattr(module.forward, "__func__", None) is nn.Module.forward
+
+
 def _is_plain_list(module: nn.Module) -> bool:
     """A list and nothing more; a subclass may have a forward of its own."""
     return type(module) in _LISTS
@@ -82,14 +101,15 @@ def _own_lists(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.children() if isinstance(child, _LISTS)]
 
 
-def _repeated_classes(module: nn.Module) -> frozenset[type[nn.Module]]:
-    """Classes with two or more elements that have children."""
-    count = Counter(type(child) for child in module.children() if _is_composite(child))
+def _repeated_classes(modules: Iterable[nn.Module]) -> frozenset[type[nn.Module]]:
+    """Classes with two or more elements in all of `modules` that have children."""
+    children = (child for module in modules for child in module.children())
+    count = Counter(type(child) for child in children if _is_composite(child))
     return frozenset(kind for kind, number in count.items() if number >= 2)
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    return any(isinstance(part, _LISTS) and _repeated_classes(part) for part in module.modules())
+    return any(isinstance(part, _LISTS) and _repeated_classes([part]) for part in module.modules())
 
 
 def _are_stages(parent: nn.Module) -> bool:

@@ -36,6 +36,11 @@ class Experts(nn.Module):
         self.attention = Block()
         self.experts = nn.ModuleList(Block() for _ in range(4))
 
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        outputs: Tensor = torch.stack([expert(x) for expert in self.experts]).sum(0)
+        return outputs
+
 
 class Model(nn.Module):
     def __init__(self, **children: nn.Module) -> None:
@@ -88,6 +93,29 @@ def test_a_plain_sequence_of_layers_is_a_block_and_one_of_blocks_is_a_stage() ->
     assert names(flat) == ["[0]", "[1]"]
     nested = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
     assert names(nested) == ["[0.0]", "[0.1]", "[1.0]", "[1.1]"]
+
+
+class MLP(Block):
+    """Another class than the attention beside it."""
+
+
+def test_what_nobody_calls_is_opened_and_its_parts_are_blocks_where_the_list_repeats_them() -> None:
+    pairs = nn.ModuleList(nn.ModuleList([Block(), MLP()]) for _ in range(2))
+    assert names(Model(layers=pairs)) == [
+        "[layers.0.0]",
+        "[layers.0.1]",
+        "[layers.1.0]",
+        "[layers.1.1]",
+    ]
+    parted = nn.ModuleList(Model(norm=nn.LayerNorm(4), mlp=MLP()) for _ in range(2))
+    assert names(Model(layers=parted)) == [
+        "layers.0.norm",
+        "[layers.0.mlp]",
+        "layers.1.norm",
+        "[layers.1.mlp]",
+    ]
+    alone = nn.ModuleList([nn.ModuleDict({"attention": Block(), "mlp": MLP()}), Block()])
+    assert names(Model(layers=alone)) == ["layers.0.attention", "layers.0.mlp", "layers.1"]
 
 
 def test_a_module_registered_twice_is_one_unit() -> None:
