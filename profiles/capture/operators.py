@@ -72,18 +72,30 @@ def kept_operators() -> tuple[Operator, ...]:
 def flop_formulas() -> dict[object, FlopFormula]:
     """FLOP of a call by operator: `formula(*args, **kwargs, out_val=result)`.
 
-    torch's own, plus what it leaves out (2.13): attention and LSTMs on the CPU, grouped matmuls.
+    torch's own, plus what it leaves out (2.13): attention and LSTMs on the CPU, grouped matmuls;
+    and the groups of a convolution, which it leaves out for the gradient of the weight.
     """
     aten = torch.ops.aten
     missing: dict[object, FlopFormula] = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
+        aten.convolution_backward: _convolution_backward_flop,
         aten.mkldnn_rnn_layer: functools.partial(_lstm_flop, products=1),
         aten.mkldnn_rnn_layer_backward: functools.partial(_lstm_flop, products=2),
     }
     if hasattr(aten, "_grouped_mm"):
         missing[aten._grouped_mm] = _grouped_matmul_flop
-    return missing | flop_registry
+    return flop_registry | missing
+
+
+def _convolution_backward_flop(*args: Any, **kwargs: Any) -> int:
+    """A group's weights meet its own channels alone: of a depthwise convolution of 128 channels
+    torch counts the gradient 128 times."""
+    formula = flop_registry[torch.ops.aten.convolution_backward]
+    *others, groups, (with_input, with_weight, _) = args
+    of_input: int = formula(*others, groups, (with_input, False, False), **kwargs)
+    of_weight: int = formula(*others, groups, (False, with_weight, False), **kwargs)
+    return of_input + of_weight // int(groups)
 
 
 def _lstm_flop(

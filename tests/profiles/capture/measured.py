@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +78,8 @@ def _count(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> tuple[int,
 
 
 def missing_formulas() -> dict[object, object]:
-    """torch's counter knows attention on GPUs only, no LSTM of oneDNN, and no grouped matmuls."""
+    """torch's counter knows attention on GPUs only, no LSTM of oneDNN, no grouped matmuls, and no
+    groups of a convolution's weight gradient."""
     aten = torch.ops.aten
 
     def each(q: torch.Size, shape: torch.Size) -> torch.Size:  # grouped queries, torch 2.11
@@ -85,7 +88,22 @@ def missing_formulas() -> dict[object, object]:
     def lstm(x: torch.Size, w: torch.Size, u: torch.Size) -> int:  # four gates a step
         return int(2 * x[0] * x[1] * 4 * u[1] * (x[2] + u[1]))
 
+    def convolution(
+        gradient: torch.Size,
+        x: torch.Size,
+        weight: torch.Size,
+        *args: Any,
+        out_shape: object = None,
+        **kwargs: object,
+    ) -> int:
+        """Either gradient takes the multiply-adds of the forward: each element of the output, or
+        of the input of a transposed one, meets a row of the weight."""
+        *_, is_transposed, _, _, mask = args
+        rows = x if is_transposed else gradient
+        return 2 * sum(mask[:2]) * prod(rows) * prod(weight[1:])
+
     return {
+        aten.convolution_backward: convolution,
         aten._scaled_dot_product_flash_attention_for_cpu: (
             lambda q, k, v, *a, out_shape=None, **kw: sdpa_flop_count(q, each(q, k), each(q, v))
         ),
