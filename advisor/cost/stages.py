@@ -143,8 +143,9 @@ class StageBorders:
         """Bytes of one microbatch that the stage of units [first, last) receives and is the first
         to take, and those that it made and sends.
 
-        Activations of a unit have what it takes first (see `Storages.saved_bytes`). A value of an
-        earlier stage that it hands through stays where it was received.
+        Activations of a unit have what it takes first (see `Storages.saved_bytes`): what a stage
+        keeps itself is not counted again for being sent. A value of an earlier stage that it hands
+        through stays where it was received.
         """
         units, flow = self._model.units, self._model.flow
         start = flow.first_call(units[first].name) if first else 0
@@ -161,13 +162,15 @@ class StageBorders:
         if known not in self._retained:
             taken = self._first_taken
             received = [key for key in self._crossing_keys(start) if start <= taken[key] < end]
-            sent = [key for key in self._crossing_keys(end) if key[0] >= start]
+            made = [key for key in self._crossing_keys(end) if key[0] >= start]
+            keepers = [flow.calls[call].values[value].kept_by for call, value in made]
+            sent = [k for k, by in zip(made, keepers, strict=True) if by is None or by >= end]
             self._retained[known] = (
                 self._counted(received, numerics, shares)[0],
                 self._counted(sent, numerics, shares)[0],
             )
-        taken_first, made = self._retained[known]
-        return taken_first.at(samples), made.at(samples)
+        taken_first, handed_on = self._retained[known]
+        return taken_first.at(samples), handed_on.at(samples)
 
     def _crossing_keys(self, position: int) -> tuple[tuple[int, int], ...]:
         if position not in self._keys:

@@ -75,15 +75,23 @@ class UnitLoad:
 
 def with_glue(unit: UnitLoad, glue: UnitLoad) -> UnitLoad:
     """Load of `unit` and of the code that runs before it, whose activations are kept even if the
-    unit is recomputed."""
+    unit is recomputed.
+
+    A moment of the code is as full without the unit: in the forward its inputs are not there yet,
+    in the backward what it kept, unless that is its inputs alone, is gone, and their gradient is
+    there in place of that of its outputs.
+    """
     saved = glue.activation_bytes
+    there = glue.forward_transient_bytes - saved - unit.input_bytes
+    gone = 0.0 if unit.is_block else unit.activation_bytes - unit.input_bytes
+    back = glue.backward_transient_bytes - gone - unit.output_bytes
     return replace(
         unit,
         activation_bytes=unit.activation_bytes + saved,
         selective_bytes=unit.selective_bytes + saved,
         input_bytes=unit.input_bytes + saved,
-        forward_transient_bytes=max(unit.forward_transient_bytes, glue.forward_transient_bytes),
-        backward_transient_bytes=max(unit.backward_transient_bytes, glue.backward_transient_bytes),
+        forward_transient_bytes=max(unit.forward_transient_bytes, there),
+        backward_transient_bytes=max(unit.backward_transient_bytes, back),
         glue=glue,
     )
 

@@ -164,8 +164,9 @@ class TraceMode(FakeRunMode):
             if next_sequence_number() > self._glue_began:
                 self.scope.before = scope.name
             self._timeline.close((self.scope, False))
-            self.flow.begin(scope.name, inputs)
+            self.scope.call = scope.call = self.flow.begin(scope.name, inputs)
         else:
+            scope.call = self.scope.call
             self.flow.begin_inside(scope.name)
         scope.is_block = scope.is_block or self.scope.is_block
         self._callers.append(self.scope)

@@ -94,14 +94,15 @@ class FlowTrace:
         """The outermost call that is going on."""
         return self._current
 
-    def begin(self, unit: str, inputs: object) -> None:
-        """An outermost call of `unit` with these inputs."""
+    def begin(self, unit: str, inputs: object) -> int:
+        """An outermost call of `unit` with these inputs; its number."""
         given = tensors_in(inputs)
         taken = self._made_of(given)  # a parameter in them is one that glue uses
         first_made = self._storages.timeline.next_number
         self._current, self._glue = Trail(unit, given, taken, first_made), None
         self._calls.append(self._current)
         self._take(taken)
+        return len(self._calls) - 1
 
     def begin_inside(self, unit: str) -> None:
         """A call of `unit` within the current one."""
@@ -188,6 +189,16 @@ class FlowTrace:
         memories = map(self._storages.memory_of, tensors)
         if any(self._sources.get(m) or self._views.get(m) for m in memories if m is not None):
             self._left_between[is_buffer][name] = None
+
+    def note_kept(self) -> None:
+        """The forward is over: note which values autograd keeps, and for which call."""
+        for memory, sources in self._values.items():
+            scope = self._storages.first_saver(memory)
+            if scope is None:
+                continue
+            for call, value in sources:
+                values = self._calls[call].values
+                values[value] = values[value].model_copy(update={"kept_by": scope.call})
 
     def flow(self) -> Flow:
         """All that was followed."""

@@ -113,9 +113,12 @@ class Storages:
         return number < 0 or (self._all[number].is_alive and bool(self._all[number].savers))
 
     def is_first_saved_by(self, number: int, scope: Scope) -> bool:
-        """True if autograd holds the memory now and this scope was the first to save it."""
-        made = self._all[number]
-        return made.is_alive and bool(made.savers) and made.savers[0] is scope
+        return self.first_saver(number) is scope
+
+    def first_saver(self, number: int) -> Scope | None:
+        """The first scope to save the memory, if autograd holds it now."""
+        made = self._all[number] if number >= 0 else None
+        return made.savers[0] if made is not None and made.is_alive and made.savers else None
 
     def notice(
         self,

@@ -163,6 +163,7 @@ def trace_step(
             with trace.saving(), autocast, watch:
                 roots, has_loss = _forward(subject, batch, trace)
             _note_left(subject, trace)
+            trace.flow.note_kept()
             saved = SavedBytes(
                 storages.saved_bytes(),
                 storages.selective_bytes(),

@@ -36,6 +36,8 @@ class Value(Record):
         needs_gradient: a gradient comes back for it.
         depends_on_parameters: or on random numbers that its call draws; else it follows from the
             batch alone (rotary tables, masks).
+        kept_by: call that autograd keeps it for, the first; of code between units, the call that
+            comes next. None where it is not kept, or not known to be.
         is_returned: else the call left it behind in an attribute, a buffer or an argument.
     """
 
@@ -45,6 +47,7 @@ class Value(Record):
     is_overwritten: bool = False
     needs_gradient: bool = True
     depends_on_parameters: bool = True
+    kept_by: NonNegativeInt | None = None
     is_returned: bool = True
 
 

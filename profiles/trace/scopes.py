@@ -165,6 +165,7 @@ class Scope:
 
     Attributes:
         is_block: true inside a block, also for units that it calls.
+        call: number of the outermost call in the flow; of a stretch between calls, of the next one.
         before: of a stretch between calls that gradients go back through, the unit called next.
         stands_for: an equal call that ran in full; what was run here is what was run there.
         layers: those that were called here, by their paths in the unit.
@@ -179,6 +180,7 @@ class Scope:
     backward: Work = field(default_factory=Work)
     input_bytes: int = 0
     output_bytes: int = 0
+    call: int | None = None
     before: str = ""
     stands_for: Scope | None = None
     layers: dict[str, LayerCall] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from engines.apply import apply_plan
 from engines.plan import Plan
 from profiles.capture.batch import Batch
 from profiles.capture.capture import capture
+from profiles.model.profile import Numerics
 from tests.contract.fake_world import fake_rank
 from tests.contract.hybrids import charged_activations, saved_activations
 from tests.contract.watch import facts_of
@@ -71,3 +72,6 @@ def test_a_stage_is_charged_the_code_before_its_units(border: str, received: int
             parallel.train_step(batch_of(2 * ROWS))
             saved = saved_activations(parallel, batch_of(ROWS))
         assert charged_activations(costs, plan, rank) == saved - elsewhere
+    first, last = costs.stages.ends(plan)[:2]
+    retained = costs.stages.retained(first, last, numerics=Numerics.AS_BUILT, samples=ROWS)
+    assert retained == (0.0, (received - 1) * VALUE)  # what is kept is not counted again

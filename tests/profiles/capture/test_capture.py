@@ -395,3 +395,14 @@ def test_code_between_units_is_told_by_the_unit_that_comes_next() -> None:
         assert sum(getattr(cost, name) for cost in glue.values()) == getattr(whole, name)
     moved = sum(cost.forward_moved_bytes.at(B) for cost in glue.values())
     assert moved == whole.forward_moved_bytes.at(B)
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
+def test_gradients_of_a_grouped_convolution_take_what_its_forward_takes_each(groups: int) -> None:
+    layers = nn.Sequential(nn.Conv2d(4, 16, 1), nn.Conv2d(16, 16, 3, padding=1, groups=groups))
+    profile = capture(layers, (torch.randn(B, 4, 8, 8), torch.randn(B, 16, 8, 8)),
+                      loss_fn=F.mse_loss)  # fmt: skip
+    cost = next(unit for unit in profile.units if unit.name == "1").cost(AS_BUILT)
+    forward = 2 * B * 16 * 8 * 8 * (16 // groups) * 3 * 3
+    assert cost.forward_flop.at(B) == forward
+    assert cost.backward_flop.at(B) == 2 * forward
