@@ -21,6 +21,7 @@ from profiles.capture.known_values import ArrayReads, known_values
 from profiles.capture.loss_watch import LossWatch
 from profiles.capture.lstm_kernels import LstmKernels
 from profiles.capture.model_errors import explained
+from profiles.capture.recurrent_loops import RecurrentLoops
 from profiles.capture.repeats import Repeats, drawn_state
 from profiles.capture.storages import Storages
 from profiles.capture.subject import TracedModel
@@ -115,6 +116,7 @@ def trace_step(
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         are_copies = source is CaptureSource.RUN
         fakes = stack.enter_context(stand_ins(modules, cast=low_precision, copies=are_copies))
+        stack.enter_context(RecurrentLoops(lambda: trace.scope))
         if not are_copies:
             stack.enter_context(without_onednn())  # its kernels need values
             stack.enter_context(LstmKernels())

@@ -54,7 +54,8 @@ class UnitCost(Record):
             multiply-add, as `torch.utils.flop_counter` counts.
         forward_moved_bytes, backward_moved_bytes: bytes that the operations read and write in
             device memory, one operation after another, nothing fused.
-        forward_kernels, backward_kernels: operations launched.
+        forward_kernels, backward_kernels: operations launched; those that a loop in C++ launches
+            (GRU) count for less, as they take the host less.
         activation_bytes: kept from forward to backward, parameters and the batch not counted.
         selective_activation_bytes: the same under selective recompute (matmul and attention
             outputs are kept, all else is computed again); of units that are no blocks what they

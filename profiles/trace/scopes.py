@@ -12,6 +12,11 @@ from typing import NamedTuple
 from profiles.model.layers import LayerKind
 from profiles.model.work import FusibleKind
 
+LOOPED = 0.2
+"""Host time of an operation that a loop in C++ launches, over one that Python does: 0.16 to 0.21 in
+the forward of a GRU and an RNN, 0.24 to 0.27 in the backward, on idle cores (`python -m
+tests.benchmarks.recurrent`)."""
+
 
 class Grouped(NamedTuple):
     """A product of `rows` by the weights of their experts, (k, n) each, in one kernel."""
@@ -168,6 +173,7 @@ class Scope:
         call: number of the outermost call in the flow; of a stretch between calls, of the next one.
         before: of a stretch between calls that gradients go back through, the unit called next.
         stands_for: an equal call that ran in full; what was run here is what was run there.
+        looped_kernels: of the forward, launched by a loop in C++.
         layers: those that were called here, by their paths in the unit.
         part: what runs now in the forward; None before the first layer.
         attention: calls of it outside the parts.
@@ -183,11 +189,19 @@ class Scope:
     call: int | None = None
     before: str = ""
     stands_for: Scope | None = None
+    looped_kernels: int = 0
     layers: dict[str, LayerCall] = field(default_factory=dict)
     part: LayerSegment | None = None
     attention: AttentionCalls = field(default_factory=AttentionCalls)
     chains: list[Chain] = field(default_factory=list)
     _starts: list[float] = field(default_factory=lambda: [-1])
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        """Operations of the forward and of the backward, by what they take of the host."""
+        kernels = self.forward.kernels
+        share = 1 - (1 - LOOPED) * self.looped_kernels / kernels if kernels else 1.0
+        return round(share * kernels), round(share * self.backward.kernels)
 
     def __post_init__(self) -> None:
         self.chains.append(Chain(self, None, None))

@@ -84,8 +84,9 @@ def tally(
         cost.backward_flop += scope.backward.flop
         cost.forward_moved_bytes += scope.forward.moved_bytes
         cost.backward_moved_bytes += scope.backward.moved_bytes
-        cost.forward_kernels += scope.forward.kernels
-        cost.backward_kernels += scope.backward.kernels
+        launches = scope.launches
+        cost.forward_kernels += launches[0]
+        cost.backward_kernels += launches[1]
         cost.activation_bytes += saved_bytes.by_scope.get(scope, 0)
         cost.selective_activation_bytes += saved_bytes.selective_by_scope.get(scope, 0)
         cost.input_bytes += scope.input_bytes
