@@ -8,22 +8,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from profiles.torch_compat import map_tensors, tensors_in
-from profiles.torch_compat.logits import ABOUT_GRADIENT, ABOUT_SHAPE, DETACHES, keeps_last
+from profiles.torch_compat import map_tensors, tensors_in, wrapper_tensor
+from profiles.torch_compat.logits import (
+    ABOUT_GRADIENT,
+    ABOUT_SHAPE,
+    DETACHES,
+    keeps_last,
+    keeps_values,
+    moves_last_to_second,
+)
 
 
 class UnmadeLogits(Tensor):
     """Logits (..., vocabulary) of which this rank has something else.
 
     Casts, shapes that keep the last dimension, and scaling are `_applied` to it; `F.cross_entropy`
-    over the last dimension is computed by `_loss`. Everything else gets whole logits, made for it.
+    over the last dimension is computed by `_loss`, and so is one of more places a row, whose
+    classes are in the second (`ClassesSecond`). Everything else gets whole logits, made for it.
     """
 
     @abstractmethod
@@ -45,6 +53,12 @@ class UnmadeLogits(Tensor):
     @abstractmethod
     def _loss(self, asked: AskedLoss) -> Tensor | None:
         """The loss of (tokens, vocabulary); None where it takes whole logits."""
+
+    def _keeps(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        """True if `func` is `_applied`."""
+        return keeps_last(func, self.shape, args, kwargs)
 
     def _made_for(self, func: Callable[..., Any]) -> Tensor:
         """The whole logits, which `func` reads."""
@@ -72,12 +86,14 @@ class UnmadeLogits(Tensor):
         if isinstance(own, UnmadeLogits):
             if func in ABOUT_GRADIENT:
                 return own._read(func, args[1:], kwargs)
-            if keeps_last(func, own.shape, args[1:], kwargs):
+            if own._keeps(func, args[1:], kwargs):
                 return own._applied(func, args[1:], kwargs)
+            if moves_last_to_second(func, own.dim(), args[1:], kwargs):
+                return ClassesSecond.of(own)
             if func in DETACHES:
                 with torch.no_grad():
                     return own.whole()
-            if func is F.cross_entropy and own.dim() == 2:
+            if func is F.cross_entropy and (own.dim() == 2 or isinstance(own, ClassesSecond)):
                 loss = own._loss(AskedLoss(*args[1:], **kwargs))
                 if loss is not None:
                     return loss
@@ -86,6 +102,49 @@ class UnmadeLogits(Tensor):
             return tensor._made_for(func) if isinstance(tensor, UnmadeLogits) else tensor
 
         return func(*map_tensors(made, tuple(args)), **map_tensors(made, kwargs))
+
+
+class ClassesSecond(UnmadeLogits):
+    """Logits (rows, vocabulary, ...) that are `last`, (rows, ..., vocabulary), turned around."""
+
+    last: UnmadeLogits
+
+    @classmethod
+    def of(cls, last: UnmadeLogits) -> Self:
+        rows, *places, vocabulary = last.shape
+        logits = wrapper_tensor(cls, (rows, vocabulary, *places), last)
+        logits.last = last
+        return logits
+
+    def whole(self) -> Tensor:
+        return self.last.whole().movedim(-1, 1)
+
+    def _made_for(self, func: Callable[..., Any]) -> Tensor:
+        return self.last._made_for(func).movedim(-1, 1)
+
+    def _keeps(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> bool:
+        return keeps_values(func, args, kwargs)
+
+    def _applied(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Self:
+        return self.of(self.last._applied(func, args, kwargs))
+
+    def _read(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return self.last._read(func, args, kwargs)
+
+    def _loss(self, asked: AskedLoss) -> Tensor | None:
+        if not asked.is_of_classes:
+            return None
+        flat = self.last._applied(Tensor.reshape, (-1, self.last.shape[-1]), {})
+        target = asked.target.flatten()
+        loss = flat._loss(replace(asked, target=target))
+        is_each = loss is not None and asked.reduction == "none"
+        return loss.view(asked.target.shape) if is_each else loss  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,14 @@ from profiles.capture.batch import Batch
 from profiles.capture.batch_tree import batch_items
 from profiles.model.loss_terms import LossTerms
 from profiles.torch_compat import is_fake, map_leaves, tensors_in, without_modes
-from profiles.torch_compat.logits import ABOUT_GRADIENT, ABOUT_SHAPE, DETACHES, keeps_last
+from profiles.torch_compat.logits import (
+    ABOUT_GRADIENT,
+    ABOUT_SHAPE,
+    DETACHES,
+    keeps_last,
+    keeps_values,
+    moves_last_to_second,
+)
 
 _SAME = frozenset({"clone", "contiguous", "detach", "long", "to"})
 _MOVES = frozenset(
@@ -45,7 +52,8 @@ class LossWatch(TorchFunctionMode):
         self._numbers: dict[str, Tensor] = {}
         self._doubles: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._seen: list[LossTerms | None] = []
-        self._products: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # The number of each, and whether its classes were moved to the second dimension.
+        self._products: dict[int, tuple[weakref.ref[Tensor], tuple[int, bool]]] = {}
         self._count = 0
         self._of_loss: int | None = None
         self._readers: dict[int, str] = {}
@@ -91,26 +99,31 @@ class LossWatch(TorchFunctionMode):
     def _follow_product(
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: object
     ) -> None:
-        """Follow products of linear layers through what leaves their last dimension alone."""
+        """Follow products of linear layers through what leaves their last dimension alone, or moves
+        it to the second."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         taken = [(tensor, n) for tensor in given if (n := self._product_of(tensor)) is not None]
         if func is F.linear and isinstance(result, Tensor):
             self._count += 1
-            self._products[id(result)] = weakref.ref(result), self._count
+            self._products[id(result)] = weakref.ref(result), (self._count, False)
         if not taken or func in _SILENT or not torch.is_grad_enabled() or not tensors_in(result):
             return  # sizes, strides and storages are asked for by the look itself
-        (first, number), *others = taken
+        (first, (number, is_moved)), *others = taken
         is_first = bool(args) and args[0] is first and not others
-        if is_first and keeps_last(func, first.shape, args[1:], kwargs):
+        rest = args[1:]
+        moves = not is_moved and moves_last_to_second(func, first.dim(), rest, kwargs)
+        keeps = keeps_values(func, rest, kwargs)
+        keeps |= not is_moved and keeps_last(func, first.shape, rest, kwargs)
+        if is_first and (moves or keeps):
             if isinstance(result, Tensor):
-                self._products[id(result)] = weakref.ref(result), number
-        elif is_first and func is F.cross_entropy and _is_by_rows(args, kwargs):
+                self._products[id(result)] = weakref.ref(result), (number, moves or is_moved)
+        elif is_first and func is F.cross_entropy and _is_by_rows(args, kwargs, is_moved):
             self._of_loss = number
         else:
-            for _, number in taken:
+            for _, (number, _) in taken:
                 self._readers.setdefault(number, func.__name__)
 
-    def _product_of(self, tensor: Tensor) -> int | None:
+    def _product_of(self, tensor: Tensor) -> tuple[int, bool] | None:
         alive, number = self._products.get(id(tensor), (None, None))
         return number if alive is not None and alive() is tensor else None
 
@@ -165,14 +178,15 @@ def _values(weight: Tensor | None) -> tuple[float, ...] | None:
     return None if is_fake(weight) or weight.is_meta else tuple(weight.detach().tolist())
 
 
-def _is_by_rows(args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _is_by_rows(args: Any, kwargs: Mapping[str, Any], is_moved: bool) -> bool:
     """True if a cross-entropy is a sum or a mean over rows (tokens, classes) of class numbers."""
     given = _LOSSES[F.cross_entropy].bind(*args, **kwargs)
     given.apply_defaults()
     asked = given.arguments
     is_old = asked["size_average"] is not None or asked["reduce"] is not None
     is_class = not asked["target"].is_floating_point()
-    return is_class and not is_old and asked["input"].dim() == 2 and asked["reduction"] != "none"
+    is_flat = is_moved or asked["input"].dim() == 2
+    return is_class and not is_old and is_flat and asked["reduction"] != "none"
 
 
 def _is_index(tensor: Tensor) -> bool:

@@ -48,10 +48,8 @@ def keeps_last(
     Args:
         args, kwargs: those after the tensor itself.
     """
-    if func in CASTS:
+    if keeps_values(func, args, kwargs):
         return True
-    if func in SCALES:
-        return not kwargs and all(isinstance(value, int | float) for value in args)
     if func in RESHAPES:
         sizes = () if kwargs else sizes_of(args)
         return len(sizes) > 1 and sizes[-1] == shape[-1]
@@ -60,6 +58,45 @@ def keeps_last(
         start, end = (args[0] if args else 0), (args[1] if len(args) > 1 else -1)
         return not kwargs and 0 <= start % dims <= end % dims < dims - 1
     return func is Tensor.__getitem__ and _leaves_last(args[0], len(shape))
+
+
+def moves_last_to_second(
+    func: Callable[..., Any], dims: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """True if `func` turns (rows, ..., classes) into (rows, classes, ...), as `F.cross_entropy`
+    takes more than one place a row.
+
+    Args:
+        dims: of the tensor.
+        args, kwargs: those after the tensor itself.
+    """
+    order = list(range(dims))
+    numbers = sizes_of(args)
+    if kwargs or dims < 3 or len(numbers) != (dims if func in _PERMUTES else 2) * (func != _MT):
+        return False
+    if func in _PERMUTES:
+        order = [order[number] for number in numbers]
+    elif func in _MOVES_ONE:
+        order.insert(numbers[1] % dims, order.pop(numbers[0]))
+    elif func in _SWAPS or func == _MT:
+        one, other = numbers or (-2, -1)
+        order[one], order[other] = order[other], order[one]
+    return order == [0, dims - 1, *range(1, dims - 1)]
+
+
+_MT = Tensor.mT.__get__  # type: ignore[attr-defined]
+_PERMUTES = {Tensor.permute, torch.permute}
+_MOVES_ONE = {Tensor.movedim, Tensor.moveaxis, torch.movedim, torch.moveaxis}
+_SWAPS = {
+    Tensor.transpose, Tensor.swapaxes, Tensor.swapdims,
+    torch.transpose, torch.swapaxes, torch.swapdims,
+}  # fmt: skip
+
+
+def keeps_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if `func` casts or scales: the same of every element, whatever the shape."""
+    is_scale = func in SCALES and not kwargs and all(isinstance(v, int | float) for v in args)
+    return func in CASTS or is_scale
 
 
 def sizes_of(args: Sequence[Any]) -> Sequence[int]:

@@ -45,8 +45,12 @@ def weighted(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, VOCABULARY), target.clamp(min=0).view(-1), **given)
 
 
+def classes_second(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), target, weight=WEIGHT)
+
+
 LOSSES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
-    shifted, per_item, capped, smoothed, weighted,
+    shifted, per_item, capped, smoothed, weighted, classes_second,
 )  # fmt: skip
 
 

@@ -47,13 +47,31 @@ def classes_second(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.transpose(1, 2), target)
 
 
+def turned(logits: Tensor, target: Tensor) -> Tensor:
+    """Two dimensions of places, and a loss for each."""
+    logits = logits.view(2, 1, 5, VOCABULARY).permute(0, 3, 1, 2) / 2.0
+    losses = F.cross_entropy(logits, target[:, None], reduction="none")
+    return (losses * torch.arange(5.0)).sum()
+
+
+def moved(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(torch.movedim(logits, -1, 1).float(), target, reduction="sum")
+
+
+def not_moved(logits: Tensor, target: Tensor) -> Tensor:
+    """Classes go to the first dimension, which is that of rows."""
+    return F.cross_entropy(logits.transpose(0, 2).flatten(1).t(), target.t().flatten())
+
+
 def by_hand(logits: Tensor, target: Tensor) -> Tensor:
     return -logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None]).mean()
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    f.__name__: f for f in (shifted, capped, summed, by_token, smoothed, classes_second, by_hand)
-}
+    f.__name__: f
+    for f in (shifted, capped, summed, by_token, smoothed, classes_second, turned, moved, not_moved,
+              by_hand)
+}  # fmt: skip
 
 
 def losses(names: list[str]) -> dict[str, tuple[float, float, bool]]:
@@ -107,4 +125,4 @@ def test_every_loss_and_its_gradient_are_those_of_whole_logits(pool: Pool, size:
 def test_usual_losses_are_computed_without_whole_logits(pool: Pool) -> None:
     (actual, _) = pool.run(losses, list(LOSSES), world_size=2)
     gathered = {name for name, (_, _, is_gathered) in actual.items() if is_gathered}
-    assert gathered == {"smoothed", "classes_second", "by_hand"}
+    assert gathered == {"smoothed", "not_moved", "by_hand"}

@@ -110,6 +110,14 @@ def with_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return capped(logits, labels) + 1e-4 * logits.logsumexp(-1).square().mean()
 
 
+def classes_second(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2).float(), labels)
+
+
+def rows_second(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(0, 1).flatten(0, 1), labels.t().flatten())
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "reader"),
     [
@@ -118,6 +126,8 @@ def with_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         (summed, ""),
         (of_two, ""),
         (capped, ""),
+        (classes_second, ""),
+        (rows_second, "transpose"),
         (of_log_probabilities, "log_softmax"),
         (of_squares, "mean"),
         (with_entropy, "logsumexp"),
