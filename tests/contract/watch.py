@@ -116,7 +116,7 @@ class LiveBytes(_Below):
         super().__init__()
         self.peak_bytes = 0
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._enrol(before)
+        self.enrol(before)
 
     def now(self) -> int:
         """Bytes held at this moment."""
@@ -126,10 +126,10 @@ class LiveBytes(_Below):
     def after(self, func: Any, args: tuple[Any, ...], result: object) -> None:
         refills = func.namespace == "fsdp"
         met = tree_leaves((args, result)) if refills else tree_leaves(result)
-        if self._enrol(leaf for leaf in met if isinstance(leaf, Tensor)) or refills:
+        if self.enrol(leaf for leaf in met if isinstance(leaf, Tensor)) or refills:
             self.peak_bytes = max(self.peak_bytes, self.now())
 
-    def _enrol(self, tensors: Iterable[Tensor]) -> bool:
+    def enrol(self, tensors: Iterable[Tensor]) -> bool:
         """Note storages; whether one is new."""
         known = len(self._live)
         for tensor in tensors:

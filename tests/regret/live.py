@@ -73,7 +73,8 @@ class Live:
         return cls(parallel, parts[parallel.data_rank], world)
 
     def peak_bytes(self, limit_bytes: float) -> float:
-        """Most bytes of tensors on any rank in a step, after one that makes lasting ones.
+        """Most bytes of tensors on any rank in a step, after one that makes lasting ones: states,
+        and the buffers that stages receive into.
 
         Raises:
             RuntimeError: a rank's are more than `limit_bytes`.
@@ -83,22 +84,18 @@ class Live:
         hook = parallel.optimizer.register_step_pre_hook(
             lambda *_: reduced.extend(gradients(parallel))
         )
-        parallel.train_step(batch)
+        lasting = [*map(local, parallel.parameters()), *parallel.module.buffers()]
+        watched = Limit([*lasting, *batch_tensors(batch)], limit_bytes)
+        del lasting
+        with watched:
+            parallel.train_step(batch)
         hook.remove()
         # DDP's buckets are made in C++; gradients are views of them, and they stay between steps.
         buckets = reduced if plan.data_parallel is DataParallel.REPLICATE else []
-        lasting = [*parallel.parameters(), *parallel.module.buffers()]
-        watched = Limit(
-            [
-                *map(local, lasting),
-                *optimizer_states(parallel),
-                *buckets,
-                *batch_tensors(batch),
-            ],
-            limit_bytes,
-        )
-        del buckets, lasting
+        watched.enrol([*map(local, parallel.parameters()), *optimizer_states(parallel), *buckets])
+        del buckets
         reduced.clear()
+        watched.peak_bytes = 0
         with watched:
             parallel.train_step(batch)
         return largest_over_ranks([float(watched.peak_bytes)], self.world)[0]
