@@ -235,9 +235,10 @@ def with_measured(
                 doubt = hypot(doubt, SCALED_ERROR)
         timed.append(time)
         busy = unit.count * (time.forward_s + time.backward_s + time.recompute_s)
+        before = unit.count * sum(time.glue_s)  # never measured
         seconds += busy
-        doubts += doubt * busy
-        known += busy * (timing is not None)
+        doubts += doubt * (busy - before) + error * before
+        known += (busy - before) * (timing is not None)
     return Computing(
         times=tuple(timed),
         error=min(1.0, doubts / seconds) if seconds else error,

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from advisor.cost.axes import EXPERTS_PER_TOKEN, over_experts, over_tokens, split_experts
 from advisor.cost.runs import UnitRun, divided, runs_of
-from advisor.cost.tensor import WHOLE, Styled, Styles, cut, is_split, split_loss
+from advisor.cost.tensor import UNSTYLED, Styled, Styles, cut, is_split, split_loss
 from advisor.cost.unit_load import UnitLoad, with_glue, with_less, with_whole
 from advisor.cost.work import around, over_expert_ranks, unit_work
 from engines.tensor.styles import Kind, Style
@@ -213,7 +213,7 @@ def loads_of(
         runs = divided(runs, styled)
     head = _split_head(runs, styled, numerics) if tp > 1 else None
     glue = model.glue.get(numerics, {})
-    glue_styles = next((styled[run.first] for run in runs if run.unit.name == GLUE), None)
+    glue_styles = next((styled[run.first] for run in runs if run.unit.name == GLUE), UNSTYLED)
 
     def loaded(unit: UnitProfile, place: Styled, count: int = 1) -> UnitLoad:
         load = _load(
@@ -260,7 +260,7 @@ def loads_of(
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp, stack=stack)
         if unit.name in glue and unit.name != GLUE:
             code = UnitProfile(name=GLUE, kind="", costs={numerics: glue[unit.name]})
-            load = with_glue(load, loaded(code, glue_styles or WHOLE))
+            load = with_glue(load, loaded(code, glue_styles))
         loads.append(load)
     return Loads(
         runs=tuple(loads),

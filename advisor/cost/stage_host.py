@@ -7,9 +7,9 @@ modules that compute on no parameter, are run again. A split backward collects t
 autograd once more for the gradients of each parameter.
 
 Processors alone: an accelerator's host runs ahead. Figures are in launches, as
-`python -m tests.benchmarks.stage_host` prints them on idle cores: 32 to 43 a microbatch on the
-first stage with 3 units and 46 to 53 with 6; on the second, 35 to 51 with 1 after 3 others and 53
-to 76 with 4 after 6.
+`python -m tests.benchmarks.stage_host` prints them on idle cores: under GPipe and 1F1B 32
+to 43 a microbatch on the first stage with 3 units and 46 to 53 with 6; on the second, 35 to 51 with
+1 after 3 others and 53 to 76 with 4 after 6.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ def repeated_s(model: CostContext, plan: Plan) -> Sequence[float]:
     if device.kind != "cpu":
         return [0.0] * len(model.facts.model.units)
     loads = model.loads(plan)
-    again = [model.computing(plan, loads.part(n, n + 1)).times for n in model.stages.repeated]
-    everywhere = sum(time.forward_s + time.forward_launch_s for times in again for time in times)
-    bandwidth = CALIBRATION.bandwidth_bytes_per_s(device)
+    bandwidth, zeros_s = CALIBRATION.bandwidth_bytes_per_s(device), ZEROS * device.launch_s.value
+    times = zip(loads.entries, model.computing(plan, loads).times, strict=True)
+    each = [(unit, time) for unit, time in times for _ in range(unit.count)]
+    repeated = set(model.stages.repeated)
+    again = (each[n][1] for n in repeated)
+    everywhere = sum(time.forward_s + time.forward_launch_s for time in again)
     earlier = [
-        time.glue_s[0]
-        + (unit.name != GLUE) * (unit.output_bytes / bandwidth + ZEROS * device.launch_s.value)
-        for unit, time in zip(loads.entries, model.computing(plan, loads).times, strict=True)
-        for _ in range(unit.count)
+        time.glue_s[0] + (n not in repeated) * (unit.output_bytes / bandwidth + zeros_s)
+        for n, (unit, time) in enumerate(each)
     ]
     return list(accumulate(earlier[:-1], initial=everywhere))

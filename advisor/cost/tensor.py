@@ -72,7 +72,7 @@ class AppliedStyles(NamedTuple):
 
 Styled = tuple[AppliedStyles, ...]
 """Of a unit itself, then of each of its layers."""
-WHOLE: Styled = (AppliedStyles(()),)
+UNSTYLED: Styled = (AppliedStyles(()),)
 """Of code that no style is for."""
 
 

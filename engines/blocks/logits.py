@@ -60,6 +60,18 @@ class UnmadeLogits(Tensor):
         """True if `func` is `_applied`."""
         return keeps_last(func, self.shape, args, kwargs)
 
+    def _turned(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> ClassesSecond | None:
+        """The same logits with the vocabulary in the second dimension, if `func` puts it there."""
+        is_turn = moves_last_to_second(func, self.dim(), args, kwargs)
+        return ClassesSecond.of(self) if is_turn else None
+
+    @property
+    def _has_loss(self) -> bool:
+        """True if its shape is one that `_loss` is for."""
+        return self.dim() == 2
+
     def _made_for(self, func: Callable[..., Any]) -> Tensor:
         """The whole logits, which `func` reads."""
         return self.whole()
@@ -88,12 +100,13 @@ class UnmadeLogits(Tensor):
                 return own._read(func, args[1:], kwargs)
             if own._keeps(func, args[1:], kwargs):
                 return own._applied(func, args[1:], kwargs)
-            if moves_last_to_second(func, own.dim(), args[1:], kwargs):
-                return ClassesSecond.of(own)
+            turned = own._turned(func, args[1:], kwargs)
+            if turned is not None:
+                return turned
             if func in DETACHES:
                 with torch.no_grad():
                     return own.whole()
-            if func is F.cross_entropy and (own.dim() == 2 or isinstance(own, ClassesSecond)):
+            if func is F.cross_entropy and own._has_loss:
                 loss = own._loss(AskedLoss(*args[1:], **kwargs))
                 if loss is not None:
                     return loss
@@ -126,6 +139,13 @@ class ClassesSecond(UnmadeLogits):
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> bool:
         return keeps_values(func, args, kwargs)
+
+    def _turned(self, *_: object) -> None:
+        return None
+
+    @property
+    def _has_loss(self) -> bool:
+        return True
 
     def _applied(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -18,6 +18,7 @@ from torch import nn
 
 from engines.data.gradients import local_gradients
 from profiles.errors import PlanError
+from profiles.torch_compat import scale_all
 
 NAME = "loss_scale"
 """Of the scale in checkpoints."""
@@ -108,4 +109,4 @@ class LossScaler:
     def _multiply(self, factor: float) -> None:
         gradients = list(local_gradients(self._module.named_parameters()).values())
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            scale_all(gradients, factor)

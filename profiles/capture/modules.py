@@ -58,17 +58,15 @@ def _units_in(
     """Units below `parent`; `also_repeated`: classes that lists around it repeat."""
     repeated = _repeated_classes([parent]) if isinstance(parent, _LISTS) else frozenset()
     holds_stages = bool(repeated) and not in_stage and _are_stages(parent)  # stages hold blocks
-    uncalled = [
-        child for child in parent.children() if _is_composite(child) and _is_uncalled(child)
-    ]
-    within = _repeated_classes(uncalled) if isinstance(parent, _LISTS) else frozenset()
+    opened = filter(_is_uncalled, parent.children())
+    within = _repeated_classes(opened) if isinstance(parent, _LISTS) else frozenset()
     repeated |= also_repeated
     for name, child in parent.named_children():
         if id(child) in seen:  # registered in two places: one unit, called from both
             continue
         seen.add(id(child))
         path = f"{prefix}{name}"
-        if child in uncalled:
+        if _is_uncalled(child):
             yield from _units_in(child, f"{path}.", seen, in_stage=in_stage, also_repeated=within)
         elif type(child) in repeated:
             if _is_plain_list(child) and any(map(_is_composite, child.children())):
@@ -88,8 +86,9 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _is_uncalled(module: nn.Module) -> bool:
-    """True if it has no forward of its own: code calls what it holds."""
-    return getattr(module.forward, "__func__", None) is nn.Module.forward
+    """True if it holds modules and has no forward of its own: code calls what it holds."""
+    has_own = getattr(module.forward, "__func__", None) is not nn.Module.forward
+    return _is_composite(module) and not has_own
 
 
 def _is_plain_list(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,23 +80,22 @@ def flop_formulas() -> dict[object, FlopFormula]:
     missing: dict[object, FlopFormula] = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_flop,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flop,
-        aten.convolution_backward: _convolution_backward_flop,
         aten.mkldnn_rnn_layer: functools.partial(_lstm_flop, products=1),
         aten.mkldnn_rnn_layer_backward: functools.partial(_lstm_flop, products=2),
     }
     if hasattr(aten, "_grouped_mm"):
         missing[aten._grouped_mm] = _grouped_matmul_flop
-    return flop_registry | missing
+    return missing | flop_registry | {aten.convolution_backward: _convolution_backward_flop}
 
 
-def _convolution_backward_flop(*args: Any, **kwargs: Any) -> int:
-    """A group's weights meet its own channels alone: of a depthwise convolution of 128 channels
-    torch counts the gradient 128 times."""
-    formula = flop_registry[torch.ops.aten.convolution_backward]
-    *others, groups, (with_input, with_weight, _) = args
-    of_input: int = formula(*others, groups, (with_input, False, False), **kwargs)
-    of_weight: int = formula(*others, groups, (False, with_weight, False), **kwargs)
-    return of_input + of_weight // int(groups)
+def _convolution_backward_flop(
+    gradient: Tensor, value: Tensor, weight: Tensor, *rest: Any, **_: object
+) -> int:
+    """Either gradient takes the multiply-adds of the forward: each element of the output, or of
+    the input of a transposed one, meets those of a group's weights."""
+    *_rest, is_transposed, _padding, _groups, (with_input, with_weight, _bias) = rest
+    rows, met = value if is_transposed else gradient, math.prod(weight.shape[1:])
+    return 2 * (int(with_input) + int(with_weight)) * rows.numel() * met
 
 
 def _lstm_flop(

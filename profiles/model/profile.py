@@ -51,7 +51,8 @@ class UnitCost(Record):
 
     Attributes:
         forward_flop, backward_flop: matrix multiplications, convolutions and attention; 2 FLOP per
-            multiply-add, as `torch.utils.flop_counter` counts.
+            multiply-add, as `torch.utils.flop_counter` counts; of a convolution's weight the
+            gradient by its groups.
         forward_moved_bytes, backward_moved_bytes: bytes that the operations read and write in
             device memory, one operation after another, nothing fused.
         forward_kernels, backward_kernels: operations launched; those that a loop in C++ launches

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from profiles.torch_compat import without_modes
+
 
 def _reading(*attributes: str) -> set[Callable[..., Any]]:
     """The function that `__torch_function__` gets where an attribute is read."""
@@ -70,26 +72,18 @@ def moves_last_to_second(
         dims: of the tensor.
         args, kwargs: those after the tensor itself.
     """
-    order = list(range(dims))
-    numbers = sizes_of(args)
-    if kwargs or dims < 3 or len(numbers) != (dims if func in _PERMUTES else 2) * (func != _MT):
+    if func not in _TURNS or dims < 3:
         return False
-    if func in _PERMUTES:
-        order = [order[number] for number in numbers]
-    elif func in _MOVES_ONE:
-        order.insert(numbers[1] % dims, order.pop(numbers[0]))
-    elif func in _SWAPS or func == _MT:
-        one, other = numbers or (-2, -1)
-        order[one], order[other] = order[other], order[one]
-    return order == [0, dims - 1, *range(1, dims - 1)]
+    rows, *places, classes = range(2, 2 + dims)  # unlike sizes say which went where
+    with without_modes():
+        turned = func(torch.empty(rows, *places, classes, device="meta"), *args, **kwargs)
+    return tuple(turned.shape) == (rows, classes, *places)
 
 
-_MT = Tensor.mT.__get__  # type: ignore[attr-defined]
-_PERMUTES = {Tensor.permute, torch.permute}
-_MOVES_ONE = {Tensor.movedim, Tensor.moveaxis, torch.movedim, torch.moveaxis}
-_SWAPS = {
-    Tensor.transpose, Tensor.swapaxes, Tensor.swapdims,
-    torch.transpose, torch.swapaxes, torch.swapdims,
+_TURNS = {
+    Tensor.transpose, Tensor.swapaxes, Tensor.swapdims, Tensor.movedim, Tensor.moveaxis,
+    torch.transpose, torch.swapaxes, torch.swapdims, torch.movedim, torch.moveaxis,
+    Tensor.permute, torch.permute, *_reading("mT"),
 }  # fmt: skip
 
 

@@ -7,9 +7,6 @@ operations launched from Python: `profiles.trace.scopes.LOOPED`.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
-from statistics import median
 from unittest import mock
 
 import torch
@@ -19,9 +16,9 @@ from profiles.capture.capture import capture
 from profiles.machine.bench.device import KERNELS, launch_timing
 from profiles.model.profile import Numerics
 from profiles.trace import scopes
+from tests.benchmarks.stage_host import processor_s
 
 ROWS, STEPS, WIDTH = 1, 100, 8
-WARM_UP, REPEATS = 5, 40
 
 
 class First(nn.Module):
@@ -36,15 +33,6 @@ class First(nn.Module):
         return outputs
 
 
-def seconds(run: Callable[[], object]) -> float:
-    took = []
-    for _ in range(WARM_UP + REPEATS):
-        began = time.process_time()
-        run()
-        took.append(time.process_time() - began)
-    return median(took[WARM_UP:])
-
-
 def main() -> int:
     torch.set_num_threads(1)
     launch_s = launch_timing(torch.device("cpu"), seconds=1.0).median_s / KERNELS
@@ -54,8 +42,8 @@ def main() -> int:
         with mock.patch.object(scopes, "LOOPED", 1.0):
             profile = capture(model, x, batch_dims=1)
         costs = [unit.cost(Numerics.AS_BUILT) for unit in profile.units]
-        forward_s = seconds(lambda model=model, x=x: model(x))
-        both_s = seconds(lambda model=model, x=x: model(x).sum().backward())
+        forward_s = processor_s(lambda model=model, x=x: model(x))
+        both_s = processor_s(lambda model=model, x=x: model(x).sum().backward())
         for name, took, kernels in (
             ("forward", forward_s, sum(cost.forward_kernels for cost in costs)),
             ("backward", both_s - forward_s, sum(cost.backward_kernels for cost in costs)),

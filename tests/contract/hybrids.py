@@ -264,6 +264,8 @@ def _charged_states(model: CostModel, plan: Plan, position: int) -> float:
 
 
 def charged_activations(model: CostModel, plan: Plan, position: int) -> float:
+    """Bytes of a microbatch that the rank at a position of the pp axis is charged, of all its
+    stages."""
     ends = model.stages.ends(plan) if plan.pp > 1 else (0, len(model.facts.model.units))
     own = stages_of_rank(plan, position) if plan.pp > 1 else (0,)
     loads = model.loads(plan)

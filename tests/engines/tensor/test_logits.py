@@ -55,12 +55,24 @@ def turned(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def moved(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(torch.movedim(logits, -1, 1).float(), target, reduction="sum")
+    return F.cross_entropy(
+        torch.movedim(logits, -1, destination=1).float(), target, reduction="sum"
+    )
 
 
 def not_moved(logits: Tensor, target: Tensor) -> Tensor:
     """Classes go to the first dimension, which is that of rows."""
     return F.cross_entropy(logits.transpose(0, 2).flatten(1).t(), target.t().flatten())
+
+
+def turned_back(logits: Tensor, target: Tensor) -> Tensor:
+    """By the transposed view, whose second dimension are places: no classes."""
+    return -logits.mT.log_softmax(1).mT.gather(-1, target.clamp(min=0)[..., None]).mean()
+
+
+def turned_twice(logits: Tensor, target: Tensor) -> Tensor:
+    logits = logits.transpose(1, 2).transpose(1, 2)
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), target.flatten())
 
 
 def by_hand(logits: Tensor, target: Tensor) -> Tensor:
@@ -70,7 +82,7 @@ def by_hand(logits: Tensor, target: Tensor) -> Tensor:
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     f.__name__: f
     for f in (shifted, capped, summed, by_token, smoothed, classes_second, turned, moved, not_moved,
-              by_hand)
+              turned_back, turned_twice, by_hand)
 }  # fmt: skip
 
 
@@ -125,4 +137,4 @@ def test_every_loss_and_its_gradient_are_those_of_whole_logits(pool: Pool, size:
 def test_usual_losses_are_computed_without_whole_logits(pool: Pool) -> None:
     (actual, _) = pool.run(losses, list(LOSSES), world_size=2)
     gathered = {name for name, (_, _, is_gathered) in actual.items() if is_gathered}
-    assert gathered == {"smoothed", "not_moved", "by_hand"}
+    assert gathered == {"smoothed", "not_moved", "turned_back", "turned_twice", "by_hand"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import (
     FlopCounterMode,
+    conv_flop_count,
     sdpa_backward_flop_count,
     sdpa_flop_count,
 )
@@ -96,11 +96,10 @@ def missing_formulas() -> dict[object, object]:
         out_shape: object = None,
         **kwargs: object,
     ) -> int:
-        """Either gradient takes the multiply-adds of the forward: each element of the output, or
-        of the input of a transposed one, meets a row of the weight."""
+        """Either gradient takes what torch counts for the forward."""
         *_, is_transposed, _, _, mask = args
-        rows = x if is_transposed else gradient
-        return 2 * sum(mask[:2]) * prod(rows) * prod(weight[1:])
+        forward: int = conv_flop_count(x, weight, gradient, transposed=is_transposed)
+        return sum(mask[:2]) * forward
 
     return {
         aten.convolution_backward: convolution,

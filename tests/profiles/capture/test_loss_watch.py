@@ -111,7 +111,7 @@ def with_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def classes_second(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.transpose(1, 2).float(), labels)
+    return F.cross_entropy(logits.mT.float(), labels)
 
 
 def rows_second(logits: Tensor, labels: Tensor) -> Tensor:
