@@ -116,7 +116,8 @@ class SafetensorsFiles:
 
         path = self._file_of[name]
         if path not in self._open:
-            self._open = {path: _opened(path)}  # one at a time: it is mapped into memory
+            self._open.clear()  # one at a time: it is mapped into memory
+            self._open[path] = _opened(path)
         try:
             yield self._open[path]
         except (SafetensorError, OSError) as error:

@@ -87,8 +87,8 @@ def trained(
 @pytest.mark.parametrize(
     ("plan", "blocks", "limit_mib"),
     [
-        # A rank keeps 24 MiB of 96.
-        ("pp=4 schedule=gpipe microbatches=4 stages=blocks.6,blocks.12,blocks.18", 24, 36),
+        # A rank keeps 24 MiB of 96; with two files of a checkpoint mapped at once it wants 34.
+        ("pp=4 schedule=gpipe microbatches=4 stages=blocks.6,blocks.12,blocks.18", 24, 33),
         # It keeps 48 MiB of 192, and FSDP2 has up to four whole blocks at once.
         *nightly(("dp_shard=4", 48, 72), ("dp_shard=2 tp=2", 48, 72)),
     ],
