@@ -324,6 +324,7 @@ def _unit_time(
         busy, charged = multiplying(forward=forward)
         moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
         busy += max(0.0, moved - charged) / rates.bandwidth
+        busy += rates.core_s(unit.forward_cycles if forward else unit.backward_cycles)
         kernels = unit.forward_kernels if forward else unit.backward_kernels
         return busy, launching(busy, kernels + hooks)
 
@@ -355,7 +356,8 @@ def _unit_time(
             again = (min(core, forward[0]), 0.0)
         else:
             _, charged = multiplying(forward=True)
-            again = repeated(max(0.0, unit.forward_moved_bytes - charged) / rates.bandwidth)
+            moved_s = max(0.0, unit.forward_moved_bytes - charged) / rates.bandwidth
+            again = repeated(moved_s + rates.core_s(unit.forward_cycles))
     return UnitTime(
         forward_s=forward[0],
         backward_s=backward[0],

@@ -53,6 +53,8 @@ class SplitUnit:
     backward_flop: float
     forward_moved_bytes: float
     backward_moved_bytes: float
+    forward_cycles: float
+    backward_cycles: float
     activation_bytes: float
     selective_bytes: float
     input_bytes: float
@@ -226,6 +228,8 @@ def cut(
         backward_flop=sums.backward_flop,
         forward_moved_bytes=sums.forward_moved_bytes,
         backward_moved_bytes=sums.backward_moved_bytes,
+        forward_cycles=sums.forward_cycles,
+        backward_cycles=sums.backward_cycles,
         activation_bytes=saved,
         selective_bytes=sums.selective_bytes,
         input_bytes=inputs,
@@ -265,6 +269,8 @@ class _Sums:
         self.backward_flop = rest("backward_flop")
         self.forward_moved_bytes = rest("forward_moved_bytes")
         self.backward_moved_bytes = rest("backward_moved_bytes")
+        self.forward_cycles = rest("forward_cycles")
+        self.backward_cycles = rest("backward_cycles")
         self.activation_bytes = rest("activation_bytes")
         self.selective_bytes = rest("selective_activation_bytes")
 
@@ -287,12 +293,16 @@ class _Sums:
         self.backward_flop += own * layer.own.backward_flop.at(n)
         self.forward_moved_bytes += own * moved + (1 - own) * min(full, moved)
         self.backward_moved_bytes += own * back + (1 - own) * min(2 * full, back)
+        self.forward_cycles += own * layer.own.forward_cycles.at(n)
+        self.backward_cycles += own * layer.own.backward_cycles.at(n)
         self.activation_bytes += saved * layer.own.activation_bytes.at(n)
         self.selective_bytes += saved * layer.own.selective_activation_bytes.at(n)
         self.forward_flop += after * layer.after.forward_flop.at(n)
         self.backward_flop += after * layer.after.backward_flop.at(n)
         self.forward_moved_bytes += after * layer.after.forward_moved_bytes.at(n)
         self.backward_moved_bytes += after * layer.after.backward_moved_bytes.at(n)
+        self.forward_cycles += after * layer.after.forward_cycles.at(n)
+        self.backward_cycles += after * layer.after.backward_cycles.at(n)
         self.activation_bytes += after * layer.after.activation_bytes.at(n)
         self.selective_bytes += after * layer.after.selective_activation_bytes.at(n)
 

@@ -57,6 +57,8 @@ class UnitLoad:
     forward_transient_bytes: float
     backward_transient_bytes: float
     count: int = 1
+    forward_cycles: float = 0.0
+    backward_cycles: float = 0.0
     layer_bytes: float = 0.0
     tensors: int = 1
     partial_gradient_bytes: float = 0.0

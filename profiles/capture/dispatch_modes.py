@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
 from profiles.capture.copy_trace import CopyTrace
+from profiles.capture.core_cycles import core_cycles
 from profiles.capture.fake_mode import KEPT, FakeRunMode
 from profiles.capture.flow_trace import FlowTrace, Trail
 from profiles.capture.frames import model_line
@@ -350,9 +351,10 @@ class TraceMode(FakeRunMode):
         formula = self._formulas.get(operator.overloadpacket)
         flop = formula(*args, **kwargs, out_val=result) if formula is not None else 0
         moved = self._move(operator, chain, inputs, outputs)
+        cycles = core_cycles(operator, args, kwargs, inputs, outputs, moved)
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(flop=flop, moved_bytes=moved, kernels=1)
+            work.add(flop=flop, moved_bytes=moved, cycles=cycles)
         call = attended(operator, args, kwargs)
         if call is not None:
             calls = (part or self.scope).attention

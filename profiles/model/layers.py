@@ -45,6 +45,8 @@ class Stretch(Record):
     backward_flop: Affine = Affine()
     forward_moved_bytes: Affine = Affine()
     backward_moved_bytes: Affine = Affine()
+    forward_cycles: Affine = Affine()
+    backward_cycles: Affine = Affine()
     activation_bytes: Affine = Affine()
     selective_activation_bytes: Affine = Affine()
     parameter_gradient_bytes: tuple[NonNegativeInt, ...] = ()

@@ -55,6 +55,8 @@ class UnitCost(Record):
             gradient by its groups.
         forward_moved_bytes, backward_moved_bytes: bytes that the operations read and write in
             device memory, one operation after another, nothing fused.
+        forward_cycles, backward_cycles: of a processor's core, beyond those in which it moves these
+            bytes (`profiles.capture.core_cycles`); 0 if counted from a config.
         forward_kernels, backward_kernels: operations launched; those that a loop in C++ launches
             (GRU) count for less, as they take the host less.
         activation_bytes: kept from forward to backward, parameters and the batch not counted.
@@ -76,6 +78,8 @@ class UnitCost(Record):
     backward_flop: Affine = Affine()
     forward_moved_bytes: Affine = Affine()
     backward_moved_bytes: Affine = Affine()
+    forward_cycles: Affine = Affine()
+    backward_cycles: Affine = Affine()
     forward_kernels: NonNegativeInt = 0
     backward_kernels: NonNegativeInt = 0
     activation_bytes: Affine = Affine()

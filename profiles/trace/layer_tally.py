@@ -62,6 +62,8 @@ class LayerSum:
                 part.backward.flop,
                 part.forward.moved_bytes,
                 part.backward.moved_bytes,
+                part.forward.cycles,
+                part.backward.cycles,
                 saved.get(part, 0),
                 selective.get(part, 0),
             )

@@ -35,13 +35,15 @@ class Work:
 
     flop: int = 0
     moved_bytes: int = 0
+    cycles: int = 0
     kernels: int = 0
     grouped: list[Grouped] = field(default_factory=list)
 
-    def add(self, *, flop: int, moved_bytes: int, kernels: int = 1) -> None:
+    def add(self, *, flop: int, moved_bytes: int, cycles: int = 0, kernels: int = 1) -> None:
         """One operation."""
         self.flop += flop
         self.moved_bytes += moved_bytes
+        self.cycles += cycles
         self.kernels += kernels
 
 

@@ -36,6 +36,8 @@ class Cost:
     backward_flop: int = 0
     forward_moved_bytes: int = 0
     backward_moved_bytes: int = 0
+    forward_cycles: int = 0
+    backward_cycles: int = 0
     forward_kernels: int = 0
     backward_kernels: int = 0
     activation_bytes: int = 0
@@ -84,6 +86,8 @@ def tally(
         cost.backward_flop += scope.backward.flop
         cost.forward_moved_bytes += scope.forward.moved_bytes
         cost.backward_moved_bytes += scope.backward.moved_bytes
+        cost.forward_cycles += scope.forward.cycles
+        cost.backward_cycles += scope.backward.cycles
         launches = scope.launches
         cost.forward_kernels += launches[0]
         cost.backward_kernels += launches[1]

@@ -16,6 +16,8 @@ AMOUNTS = (
     "backward_flop",
     "forward_moved_bytes",
     "backward_moved_bytes",
+    "forward_cycles",
+    "backward_cycles",
     "activation_bytes",
     "selective_activation_bytes",
 )

@@ -1,0 +1,77 @@
+"""Work of a processor beside its multiplications: cycles of cores, and blocks that it packs."""
+
+from __future__ import annotations
+
+import pytest
+
+from advisor.cost import CostModel
+from advisor.cost.calibration import CALIBRATION
+from advisor.cost.rates import DeviceRates
+from advisor.cost.work import ProductLoad
+from engines.plan import Plan
+from profiles.machine.cluster import ClusterProfile
+from profiles.machine.clusters import resolve_cluster
+from profiles.model.profile import Affine, ModelProfile
+from profiles.model.work import ProductKind
+from profiles.workload.stack import TORCH
+from tests.engines.cases import cpu_ranks
+from tests.factories import facts, transformer
+
+FORWARD, BACKWARD = 3e9, 1e9
+BLOCKS, ROWS = 4, 2
+
+
+def model(*, cycles: float) -> ModelProfile:
+    """Blocks with cycles beside their bytes."""
+    plain = transformer(layers=BLOCKS, hidden=64, ffn=128, vocab=128, tokens=16)
+    added = {
+        "forward_cycles": Affine(per_sample=cycles * FORWARD),
+        "backward_cycles": Affine(per_sample=cycles * BACKWARD),
+    }
+    units = [
+        unit.model_copy(
+            update={"costs": {k: c.model_copy(update=added) for k, c in unit.costs.items()}}
+        )
+        if unit.is_block
+        else unit
+        for unit in plain.units
+    ]
+    return plain.model_copy(update={"units": tuple(units)})
+
+
+def added_s(plan: str, machines: ClusterProfile) -> float:
+    steps = []
+    for cycles in (0.0, 1.0):
+        known = facts(model(cycles=cycles), machines, batch=ROWS, precision="fp32")
+        steps.append(CostModel(known).estimate(Plan.parse(plan)).step_s)
+    return steps[1] - steps[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "cycles"),
+    [
+        ("microbatch_size=2", FORWARD + BACKWARD),
+        ("microbatch_size=1 accumulation=2", FORWARD + BACKWARD),
+        ("microbatch_size=2 recompute=full", 2 * FORWARD + BACKWARD),
+        ("microbatch_size=2 recompute=selective", 2 * FORWARD + BACKWARD),
+    ],
+)
+def test_a_processor_takes_them_in_every_pass(plan: str, cycles: float) -> None:
+    machines = cpu_ranks(1)
+    per_s = machines.device.flop_per_s["float32"].value / 32
+    assert added_s(plan, machines) == pytest.approx(BLOCKS * ROWS * cycles / per_s, rel=1e-3)
+
+
+def test_an_accelerator_takes_none() -> None:
+    assert added_s("microbatch_size=2", resolve_cluster("1x1xH100-SXM-80GB")) == 0.0
+
+
+def test_a_processor_packs_operands_before_it_multiplies_them() -> None:
+    m, n, k, nbytes = 2048.0, 1024.0, 256.0, 1e9
+    flop = 2 * m * n * k
+    product = ProductLoad(ProductKind.LINEAR, m, n, k, 1.0, flop, 2 * flop, nbytes, 2 * nbytes)
+    rates = DeviceRates.of(cpu_ranks(1).device, "float32", TORCH, CALIBRATION)
+    moving_s = nbytes / rates.bandwidth
+    multiplying_s = rates.product_s(product, flop, 0.0)
+    assert multiplying_s > 0
+    assert rates.product_s(product, flop, nbytes) == pytest.approx(multiplying_s + moving_s)
