@@ -82,12 +82,15 @@ def _cycles(
         of_window, of_each = _OF_WINDOW[name]
         is_backward = name.endswith("_backward")
         windows = (inputs if is_backward else outputs)[0].numel()
-        return windows * (of_window + of_each * _area(args[2 if is_backward else 1]))
+        kernel = kwargs.get("kernel_size") or args[2 if is_backward else 1]
+        return windows * (of_window + of_each * _area(kernel))
     each = _OF_ELEMENT.get(name, 0.0)
-    if name == "sort":
+    if name == "sort" and inputs[0].dim():
         each = _OF_HALVING * log2(max(2, inputs[0].shape[-1]))
     elif name == "pow":
-        each = 0.0 if args[1] in _MULTIPLIED else _OF_POWER
+        exponent = args[1]
+        is_multiplied = not isinstance(exponent, Tensor) and exponent in _MULTIPLIED
+        each = 0.0 if is_multiplied else _OF_POWER
     elif name in _OF_TANH and kwargs.get("approximate") == "tanh":
         each = _OF_TANH[name]
     elif name in _OF_ROWS and inputs[0].dim() == 2:

@@ -24,6 +24,8 @@ OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
     "relu": (F.relu, 0, 0),
     "square": (lambda x: x**2, 0, 0),
     "root": (lambda x: (x * x + 1) ** 0.3, 5.5 - 8 / 4, 5.5 - 8 / 4),
+    "root of each": (lambda x: (x * x + 1) ** (x * 0 + 0.3).detach(), 5.5 - 12 / 4, 5.5 - 12 / 4),
+    "exponential": (lambda x: 2.0**x, 5.5 - 8 / 4, 0),
     # Sixteen windows of four elements, over 64; each writes a value, and where it was, in 8 bytes.
     "pool": (lambda x: F.max_pool2d(x, 2), (34 + 4 * 5) / 4 - (4 + 12 / 4) / 4, 0),
 }
@@ -62,6 +64,11 @@ def test_what_is_sorted_counts_by_the_halvings_of_a_row() -> None:
     one = cost_of(lambda x: x.flatten(1).sort(dim=1)[0]).forward_cycles.at(ROWS)
     halvings = 8  # rows of 256
     assert one == pytest.approx(ELEMENTS * (14 * halvings - 16 / 4), rel=0.02)
+
+
+def test_a_number_by_itself_is_sorted_for_nothing() -> None:
+    cost = cost_of(lambda x: x * x.mean().sort()[0])
+    assert cost.forward_cycles.at(ROWS) == 0
 
 
 def test_attention_counts_by_its_scores_and_its_queries() -> None:
