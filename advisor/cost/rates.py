@@ -145,9 +145,10 @@ class DeviceRates:
         )
 
     def core_s(self, cycles: float) -> float:
-        """Seconds of cycles of a core, shared out among those of a processor."""
+        """Seconds of cycles of a core, shared out among those of a processor; they are as fast as
+        its products say."""
         is_cpu = self.device.kind == "cpu"
-        return cycles * FLOP_PER_CYCLE / self.vector_peak if is_cpu else 0.0
+        return cycles * FLOP_PER_CYCLE / (self.vector_peak * self._best_share()) if is_cpu else 0.0
 
     def product_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
         """Seconds of a product.

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import pytest
 
+from profiles.model.affine import Affine
+from profiles.model.layers import Stretch
 from profiles.model.profile import ModelProfile, UnitCost
 
 # All counts are those of the captured run to the last byte. The highest moment of memory within a
@@ -23,8 +25,36 @@ Key = TypeVar("Key")
 MOVED_TOLERANCE, MOVED_BYTES = 0.001, 16
 
 
+def without_cycles(profile: ModelProfile) -> ModelProfile:
+    """A capture without the cycles of a processor's cores, which closed forms do not count."""
+    plain = _without(profile, "forward_cycles", "backward_cycles")
+    none = {"forward_cycles": Affine(), "backward_cycles": Affine()}
+
+    def without(stretch: Stretch) -> Stretch:
+        return stretch.model_copy(update=none)
+
+    def with_plain_layers(cost: UnitCost) -> UnitCost:
+        layers = tuple(
+            layer.model_copy(update={"own": without(layer.own), "after": without(layer.after)})
+            for layer in cost.layers
+        )
+        return cost.model_copy(update={"layers": layers})
+
+    units = [
+        unit.model_copy(
+            update={"costs": {kind: with_plain_layers(cost) for kind, cost in unit.costs.items()}}
+        )
+        for unit in plain.units
+    ]
+    return plain.model_copy(update={"units": tuple(units)})
+
+
 def without_transients(profile: ModelProfile) -> ModelProfile:
-    none = {name: UnitCost().forward_flop for name in UnitCost.model_fields if "transient" in name}
+    return _without(profile, "forward_transient_bytes", "backward_transient_bytes")
+
+
+def _without(profile: ModelProfile, *names: str) -> ModelProfile:
+    none = dict.fromkeys(names, Affine())
 
     def without(costs: Mapping[Key, UnitCost]) -> dict[Key, UnitCost]:
         return {key: cost.model_copy(update=none) for key, cost in costs.items()}
