@@ -7,7 +7,12 @@ from math import hypot, log
 
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.loads import Loads, ends_of
-from advisor.cost.rates import PLAIN_OPERATION, SHARD_OPERATION, operation_s
+from advisor.cost.rates import (
+    PLAIN_OPERATION,
+    PRODUCTS_OF_ATTENTION,
+    SHARD_OPERATION,
+    operation_s,
+)
 from advisor.cost.rates import DeviceRates as Rates
 from advisor.cost.rates import matmul_fraction as matmul_fraction
 from advisor.cost.rates import peak_flop_per_s as peak_flop_per_s
@@ -299,19 +304,13 @@ def _unit_time(
             moved += nbytes
             known += flop * (product.kind is not ProductKind.ELEMENTWISE)
         for call in unit.work.attention:
-            flop = call.forward_flop if forward else call.backward_flop
-            known += flop
-            if call.kernel.keeps_scores:
-                share = matmul_fraction(device, rates.calibration)
-                share *= product_efficiency(device, flop / 2, rates.half)
-            else:
-                share = rates.calibration.attention_share(device, call.kernel)
-            seconds += flop / (rates.half * share)
+            known += call.forward_flop if forward else call.backward_flop
+            seconds += rates.attention_s(call, forward=forward)
         # Products without a record: attention's scores and values, if captured.
         rest = (unit.forward_flop if forward else unit.backward_flop) - known
         if rest > 1e-6 * known:
             share = matmul_fraction(device, rates.calibration)
-            share *= product_efficiency(device, rest / _PRODUCTS_OF_ATTENTION, rates.peak)
+            share *= product_efficiency(device, rest / PRODUCTS_OF_ATTENTION, rates.peak)
             seconds += rest / (rates.peak * share)
         return seconds, moved
 
@@ -367,10 +366,6 @@ def _unit_time(
         recompute_launch_s=again[1],
         count=unit.count,
     )
-
-
-# Scores, and values weighed by them.
-_PRODUCTS_OF_ATTENTION = 2
 
 
 def shard_launches(unit: UnitLoad) -> float:

@@ -14,9 +14,9 @@ from advisor.cost.calibration import (
     tile_share,
 )
 from advisor.cost.waves import wave_share
-from advisor.cost.work import ELEMENT_BYTES, ProductLoad
+from advisor.cost.work import ELEMENT_BYTES, AttentionLoad, ProductLoad
 from profiles.machine.cluster import Device
-from profiles.model.work import ProductKind
+from profiles.model.work import AttentionKernel, ProductKind
 from profiles.provenance import Quantity
 from profiles.workload.stack import Stack
 
@@ -46,9 +46,11 @@ SHARD_OPERATION = 0.95
 # (`ONEDNN_VERBOSE=1` lists them). In a bench of a processor a convolution of small maps took up to
 # four times what it multiplies for.
 REORDERED = 2
-# Of a core in fp32: two fused multiply-adds of eight elements. A core of 3.3 GHz that was timed has
-# 105 GFLOP/s in large products. Those with wider units have more, and count as more cores.
+# Of a core in fp32: two fused multiply-adds of eight elements (AVX2, FMA). Cores with wider units
+# have more, and count as more cores.
 FLOP_PER_CYCLE = 32
+# Scores, and values weighed by them.
+PRODUCTS_OF_ATTENTION = 2
 
 
 def peak_flop_per_s(device: Device, dtype: str) -> Quantity:
@@ -153,7 +155,10 @@ class DeviceRates:
     def product_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
         """Seconds of a product.
 
-        Arithmetic and reads overlap; writes of results do not, as they follow the whole sum.
+        Arithmetic and reads overlap; writes of results do not, as they follow the whole sum. On a
+        processor neither do: operands are copied into blocks before they are multiplied. Out of no
+        cache products took twice their bytes at the median, beside arithmetic; in a step some
+        are in one (`python -m tests.benchmarks.core_cycles`). Of convolutions see `REORDERED`.
         """
         if not flop:
             return 0.0
@@ -174,12 +179,11 @@ class DeviceRates:
             share = min(share, waves) if waves else share * tile_share(product.m, product.kind)
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
         reached = peak * self._best_share() * share
-        written = 0.0 if self.device.kind == "cpu" else min(moved_bytes, _written(product, flop))
-        moved_bytes -= written
-        if self.device.kind == "cpu":  # operands are copied into blocks before they are multiplied
-            seconds = flop / reached + moved_bytes / self.bandwidth
-        else:
-            seconds = max(flop / reached, moved_bytes / self.bandwidth)
+        exposed = min(moved_bytes, _written(product, flop))
+        if self.device.kind == "cpu":
+            exposed = 0.0 if product.is_convolution else moved_bytes
+        moved_bytes -= exposed
+        seconds = max(flop / reached, moved_bytes / self.bandwidth)
         if self.is_narrow and product.kind is not ProductKind.SCORES:
             # Operands are cast, as they are and transposed: two bytes read and two written of each
             # of the activations forward, of the gradients backward.
@@ -190,8 +194,21 @@ class DeviceRates:
             seconds += NARROW_BYTES * product.m * operand * product.repeats / self.bandwidth
         if product.is_convolution and self.device.kind == "cpu":
             products = flop / product.forward_flop
-            written += REORDERED * products * product.forward_bytes
-        return seconds + written / self.bandwidth
+            exposed += REORDERED * products * product.forward_bytes
+        return seconds + exposed / self.bandwidth
+
+    def attention_s(self, call: AttentionLoad, *, forward: bool) -> float:
+        """Seconds of a call's products; a processor's kernel has cycles beside them."""
+        flop = call.forward_flop if forward else call.backward_flop
+        is_processors = call.kernel is AttentionKernel.CPU
+        peak = self.peak if is_processors else self.half
+        if is_processors or call.kernel.keeps_scores:
+            share = matmul_fraction(self.device, self.calibration)
+            share *= product_efficiency(self.device, flop / PRODUCTS_OF_ATTENTION, peak)
+        else:
+            share = self.calibration.attention_share(self.device, call.kernel)
+        cycles = call.forward_cycles if forward else call.backward_cycles
+        return flop / (peak * share) + self.core_s(cycles)
 
     def _convolution_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
         """Seconds of a convolution: all groups are one kernel; groups narrower than a tile leave

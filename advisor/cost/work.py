@@ -39,11 +39,13 @@ class ProductLoad(NamedTuple):
 
 
 class AttentionLoad(NamedTuple):
-    """FLOP of attention by one kernel."""
+    """FLOP of attention by one kernel, and cycles of a core beside them."""
 
     kernel: AttentionKernel
     forward_flop: float
     backward_flop: float
+    forward_cycles: float = 0.0
+    backward_cycles: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +169,14 @@ def _noted(product: Product, share: float, samples: float) -> ProductLoad:
 
 def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterator[AttentionLoad]:
     for call in part.attention:
-        if call.kernel is AttentionKernel.CPU:
-            continue  # ordinary products, at a CPU's own rate
         cost = attention_cost(call, call.kernel)
+        rows = share * samples
         yield AttentionLoad(
             call.kernel,
-            share * samples * cost.forward_flop,
-            share * samples * cost.backward_flop,
+            rows * cost.forward_flop,
+            rows * cost.backward_flop,
+            rows * cost.forward_cycles,
+            rows * cost.backward_cycles,
         )
 
 

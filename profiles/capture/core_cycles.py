@@ -2,10 +2,10 @@
 
 Most operators of torch take a core no longer than their bytes take to memory. These do: they draw
 random numbers, call functions that no vector instruction has, sort, or walk windows element by
-element. Dropout, the dearest of usual models, takes three times as long as its bytes.
+element. (Attention is more than an operator: `profiles.model.work.attention_cost`.)
 
 Cycles are those of torch 2.13 on one core, fp32, measured beside what is charged for them:
-`python -m tests.benchmarks.core_cycles`. Accelerators hide all of it.
+`python -m tests.benchmarks.core_cycles`. Only processors are charged for them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from profiles.model.work import BYTES_PER_CYCLE
 from profiles.torch_compat import Operator
 
-# A core's share of a processor's memory channels, in bytes that it moves in a cycle: 1 on servers
-# of many cores, 12 where one core has all channels to itself.
-BYTES_PER_CYCLE = 4
 # Of an element of the largest tensor that a call reads or writes.
 _OF_ELEMENT = {
     **{"bernoulli_": 15, "uniform_": 7, "rand": 7, "rand_like": 7, "randint": 7},
@@ -41,10 +39,6 @@ _OF_ROWS = {"native_batch_norm": 4.5, "native_batch_norm_backward": 35}
 _OF_POWER, _MULTIPLIED = 5.5, (-2, -1, -0.5, 0.5, 1, 2, 3)
 # Of an element and of each halving of a row that is sorted.
 _OF_HALVING = 14
-# Of attention's scores, of its queries (their heads apart), and of the square of a head's width for
-# each of these: exponentials and blocks that are packed, beside what is multiplied.
-_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-_OF_ATTENTION = {_ATTENTION: (1.1, 140, 1 / 28), f"{_ATTENTION}_backward": (2.8, 140, 1 / 14)}
 # Of a window, and of each element in it.
 _OF_WINDOW = {
     "max_pool2d_with_indices": (34, 5),
@@ -73,11 +67,6 @@ def _cycles(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> float:
-    if name in _OF_ATTENTION:
-        of_score, of_query, of_square = _OF_ATTENTION[name]
-        query, key = inputs[:2] if name == _ATTENTION else inputs[1:3]
-        queries, width = query.numel() // query.shape[-1], query.shape[-1]
-        return queries * (of_score * key.shape[-2] + of_query + of_square * width**2)
     if name in _OF_WINDOW:
         of_window, of_each = _OF_WINDOW[name]
         is_backward = name.endswith("_backward")

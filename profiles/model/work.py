@@ -52,6 +52,14 @@ class Product(Record):
         return 2.0 * self.m.at(samples) * self.n * self.k * self.count
 
 
+BYTES_PER_CYCLE = 4
+"""That a core moves while others do, assumed. Cycles are counted beyond those that bytes take so:
+where a core moves more, bytes take less than cycles say, and the other way round."""
+ATTENTION_CYCLES, ATTENTION_BACKWARD_CYCLES = (1.1, 140.0, 1 / 28), (2.8, 140.0, 1 / 14)
+"""Of the processor's kernel (torch 2.13, fp32): for a score, for a query of a head, and for the
+square of a head's width of each query (`python -m tests.benchmarks.core_cycles`)."""
+
+
 class AttentionKernel(StrEnum):
     """Kernels of softmax(QK^T)V, from the most memory to the least."""
 
@@ -110,6 +118,8 @@ class AttentionCost(Record):
     forward_kernels: NonNegativeInt
     backward_kernels: NonNegativeInt
     core_bytes: NonNegativeFloat
+    forward_cycles: NonNegativeFloat = 0.0
+    backward_cycles: NonNegativeFloat = 0.0
 
 
 def attention_cost(call: AttentionCall, kernel: AttentionKernel) -> AttentionCost:
@@ -119,7 +129,8 @@ def attention_cost(call: AttentionCall, kernel: AttentionKernel) -> AttentionCos
     FLOP: two products forward. Backward: four of them where scores are kept, five where they are
     computed again (arXiv:2205.14135, section 3.1). Kernels that keep no scores skip what a causal
     mask hides: half. The processor's kernel is counted as `profiles.capture.capture` counts it: all
-    pairs, whatever is hidden, and a backward that reads what it needs once.
+    pairs, whatever is hidden, and a backward that reads what it needs once. Beside products and
+    bytes it takes cycles of a core, for exponentials and blocks that it packs.
 
     Bytes of scores, an element of e bytes each: two products write and read them (2e); fused scale,
     mask and softmax read and write (2e), operation by operation three times as much; dropout reads,
@@ -133,14 +144,22 @@ def attention_cost(call: AttentionCall, kernel: AttentionKernel) -> AttentionCos
     operands = float(e * (queries + keys))
     if kernel is AttentionKernel.CPU:
         sums = 4.0 * call.heads * call.queries
+        moved = operands + sums, 2 * operands + sums
+
+        def cycles(of_score: float, of_query: float, of_square: float, nbytes: float) -> float:
+            each = of_score * call.keys + of_query + of_square * call.width**2
+            return max(0.0, call.heads * call.queries * each - nbytes / BYTES_PER_CYCLE)
+
         return AttentionCost(
             forward_flop=product,
             backward_flop=2.5 * product,
-            forward_moved_bytes=operands + sums,
-            backward_moved_bytes=2 * operands + sums,
+            forward_moved_bytes=moved[0],
+            backward_moved_bytes=moved[1],
             forward_kernels=1,
             backward_kernels=1,
             core_bytes=sums,
+            forward_cycles=cycles(*ATTENTION_CYCLES, moved[0]),
+            backward_cycles=cycles(*ATTENTION_BACKWARD_CYCLES, moved[1]),
         )
     if not kernel.keeps_scores:
         seen = 0.5 if call.is_causal and call.queries == call.keys else 1.0

@@ -22,31 +22,13 @@ TRANSIENT_TOLERANCE = 0.02
 # less where T5 shifts its labels.
 EXACT_IN = "2.13."
 Key = TypeVar("Key")
+Part = TypeVar("Part", UnitCost, Stretch)
 MOVED_TOLERANCE, MOVED_BYTES = 0.001, 16
 
 
 def without_cycles(profile: ModelProfile) -> ModelProfile:
     """A capture without the cycles of a processor's cores, which closed forms do not count."""
-    plain = _without(profile, "forward_cycles", "backward_cycles")
-    none = {"forward_cycles": Affine(), "backward_cycles": Affine()}
-
-    def without(stretch: Stretch) -> Stretch:
-        return stretch.model_copy(update=none)
-
-    def with_plain_layers(cost: UnitCost) -> UnitCost:
-        layers = tuple(
-            layer.model_copy(update={"own": without(layer.own), "after": without(layer.after)})
-            for layer in cost.layers
-        )
-        return cost.model_copy(update={"layers": layers})
-
-    units = [
-        unit.model_copy(
-            update={"costs": {kind: with_plain_layers(cost) for kind, cost in unit.costs.items()}}
-        )
-        for unit in plain.units
-    ]
-    return plain.model_copy(update={"units": tuple(units)})
+    return _without(profile, "forward_cycles", "backward_cycles")
 
 
 def without_transients(profile: ModelProfile) -> ModelProfile:
@@ -54,10 +36,18 @@ def without_transients(profile: ModelProfile) -> ModelProfile:
 
 
 def _without(profile: ModelProfile, *names: str) -> ModelProfile:
-    none = dict.fromkeys(names, Affine())
+    def changed(part: Part) -> Part:
+        return part.model_copy(update={n: Affine() for n in names if n in type(part).model_fields})
+
+    def cost_without(cost: UnitCost) -> UnitCost:
+        layers = tuple(
+            layer.model_copy(update={"own": changed(layer.own), "after": changed(layer.after)})
+            for layer in cost.layers
+        )
+        return changed(cost.model_copy(update={"layers": layers}))
 
     def without(costs: Mapping[Key, UnitCost]) -> dict[Key, UnitCost]:
-        return {key: cost.model_copy(update=none) for key, cost in costs.items()}
+        return {key: cost_without(cost) for key, cost in costs.items()}
 
     units = tuple(unit.model_copy(update={"costs": without(unit.costs)}) for unit in profile.units)
     glue = {kind: without(costs) for kind, costs in profile.glue.items()}
