@@ -34,6 +34,7 @@ class Machine:
         product_s: of two matrices of edge 512, while all ranks multiply.
         message_s: of a message without bytes.
         agreeing_s: for the ranks to agree on a number.
+        overlaps: a message's own time passes while the one before it sends its bytes.
         sent_s: when the last byte of all messages has arrived: they follow each other.
     """
 
@@ -41,6 +42,7 @@ class Machine:
     message_s: float = 0.002
     bytes_per_s: float = 1e9
     agreeing_s: float = 0.0005
+    overlaps: bool = True
     now_s: float = 0.0
     sent_s: float = 0.0
     products_s: list[float] = field(default_factory=list)
@@ -53,7 +55,8 @@ class Machine:
         self.now_s += took_s
 
     def send(self, size: int) -> SimpleNamespace:
-        arrives_s = max(self.sent_s, self.now_s + self.message_s) + size / self.bytes_per_s
+        began_s = self.now_s if self.overlaps else max(self.now_s, self.sent_s)
+        arrives_s = max(self.sent_s, began_s + self.message_s) + size / self.bytes_per_s
         self.sent_s = arrives_s
 
         def wait() -> None:
@@ -92,7 +95,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return here
 
 
-def benched(machine: Machine, *, budget_s: float) -> Mapping[BenchAxis, AxisTimes]:
+def benched(
+    machine: Machine, *, budget_s: float, largest_bytes: int = 4 * MIB
+) -> Mapping[BenchAxis, AxisTimes]:
     class Slow(Job):
         def slowest(self, values: Sequence[float]) -> list[float]:
             machine.now_s += machine.agreeing_s
@@ -103,7 +108,7 @@ def benched(machine: Machine, *, budget_s: float) -> Mapping[BenchAxis, AxisTime
         Slow(0, 4, cpu, None, cpu, timedelta(seconds=9), 0.0),
         AXES,
         budget_s=budget_s,
-        largest_bytes=4 * MIB,
+        largest_bytes=largest_bytes,
         tell=lambda _: None,
     )
 
@@ -150,3 +155,17 @@ def test_a_message_costs_what_it_adds_to_computing(machine: Machine) -> None:
         reached = fitted.busbw_bytes_per_s / share / machine.bytes_per_s
         # No more than a stream shows, whose first message has its latency too.
         assert 1 - machine.message_s / SHORTEST_STREAM_S < reached < 1 + 1e-3
+
+
+def test_a_rate_is_that_of_bytes_where_ranks_wait_for_each_other_in_every_message(
+    machine: Machine,
+) -> None:
+    """A short budget times short messages alone: of 256 KiB the waits take 95 %."""
+    machine.message_s, machine.overlaps = 0.005, False
+    times = benched(machine, budget_s=6.0, largest_bytes=64 * MIB)[AXES[0]]
+    assert max(size for axis, _, size in machine.rows if axis == AXES[0]) >= 16 * MIB
+    assert times.streamed_bytes_per_s > 0.7 * bus_factor() * machine.bytes_per_s
+
+
+def bus_factor() -> float:
+    return Collective.ALL_REDUCE.bus_factor(AXES[0].size)
