@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import hypot
+
 from profiles.machine.cluster import Collective
 from profiles.record import Record
 
@@ -94,6 +96,17 @@ class Time(Record):
             + self.straggling_s
             + self.host_overhead_s
         )
+
+    @property
+    def working_s(self) -> float:
+        """Computing, and waiting for what others compute."""
+        computing = self.compute_s + self.recompute_s + self.optimizer_s
+        return computing + self.idle_s + self.straggling_s
+
+    @property
+    def sent_s(self) -> float:
+        """Waiting for messages and transfers."""
+        return self.exposed_s + self.host_s
 
 
 class Traffic(Record):
@@ -206,6 +219,20 @@ class Estimate(Record):
     traffic: tuple[Traffic, ...] = ()
     host_traffic_bytes: float = 0.0
     stages: tuple[StageEstimate, ...] = ()
+
+    def difference_error_s(self, other: Estimate) -> float:
+        """Half-width of the range of the difference between two steps on the same machines.
+
+        A device or a link that is slower than assumed is so for both: the error of a term applies
+        to what one plan has more of it. Terms err independently.
+        """
+        ours, theirs = self.time, other.time
+        return hypot(
+            (ours.working_s - theirs.working_s) * max(self.compute_error, other.compute_error),
+            (ours.launch_s - theirs.launch_s) * max(self.launch_error, other.launch_error),
+            (ours.sent_s - theirs.sent_s)
+            * max(self.communication_error, other.communication_error),
+        )
 
     def fits(self, usable_bytes: float) -> bool:
         """Return True if the upper end of the peak fits in `usable_bytes`."""

@@ -66,8 +66,8 @@ def decide(
 
     Every legal plan is weighed, most by lower bounds (`advisor.search`). Of the families of the
     tree's leaf, the fastest plan that fits is taken, and on a tie the simplest; of all families, if
-    the machines were timed and another one is faster beyond its range. Offload is used
-    only if nothing fits without it: `advisor.decide.offload`.
+    the machines were timed and another one is faster beyond the error of the difference. Offload is
+    used only if nothing fits without it: `advisor.decide.offload`.
 
     Args:
         styles: splits of layers for each size of a tp axis; by default from the profile alone

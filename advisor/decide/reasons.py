@@ -112,11 +112,13 @@ def _leaf_reason(
         wanted = "fastest" if policy.objective is Objective.TIME else "smallest"
         return f"{advice}; the {wanted} plan of all was asked for"
     if overruled is not None:
-        best, ours = overruled.estimate.step_s, winner.estimate.step_high_s
+        theirs, ours = overruled.estimate, winner.estimate
+        lead, error = theirs.step_s - ours.step_s, ours.difference_error_s(theirs)
         return (
             f"{advice}; but speed and links were timed here, and its best plan,"
-            f" {title(overruled.plan)}, is predicted {format_seconds(best)}, which is more than the"
-            f" upper end of this one's range, {format_seconds(ours)}"
+            f" {title(overruled.plan)}, is predicted {format_seconds(theirs.step_s)}:"
+            f" {format_seconds(lead)} more than this one, with an error of"
+            f" {format_seconds(error)} in the difference"
         )
     if not in_leaf(winner.plan, trace):
         if not winner.plan.updates_in_step:

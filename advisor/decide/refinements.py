@@ -25,6 +25,7 @@ from advisor.search.ranking import (
     fastest_first,
     simplest_first,
     smallest_first,
+    surely_beats,
     tie_limit_s,
 )
 from advisor.search.search import Rows, Search
@@ -239,8 +240,8 @@ def look_outside_leaf(deciding: Deciding) -> None:
     """Find the fastest plan that the tree passes over, if it beats the winner by more than a tie.
 
     Other kinds may stay open in the comparison; this one is a plan that must not be missed. On
-    machines that were timed it is taken if it is faster beyond the range of its estimate: the tree
-    is advice for machines in general.
+    machines that were timed it is taken if it is faster beyond the error of the difference: the
+    tree is advice for machines in general.
     """
     winner, trace = deciding.winner, deciding.trace
     is_timed = deciding.costs.facts.cluster.is_timed
@@ -257,11 +258,12 @@ def look_outside_leaf(deciding: Deciding) -> None:
     if fastest is None:
         return
     deciding.open_kinds -= {kind(fastest.plan)}
-    if is_timed and fastest.estimate.step_high_s < winner.estimate.step_s:
+    if is_timed and surely_beats(fastest, winner, deciding.policy):
         taken = _preferred_of([(s, s.rows) for s in deciding.searches], deciding.policy)
         assert taken is not None
-        deciding.winner, deciding.fastest = taken.winner, taken.fastest
-        deciding.overruled = winner
+        is_sure = surely_beats(taken.winner, winner, deciding.policy)
+        deciding.winner = taken.winner if is_sure else fastest
+        deciding.fastest, deciding.overruled = taken.fastest, winner
 
 
 def choose_gradient_comm(deciding: Deciding) -> None:

@@ -261,6 +261,12 @@ def beats(one: Candidate, other: Candidate, policy: Policy) -> bool:
     return other.estimate.step_s > tie_limit_s(one.estimate.step_s, policy)
 
 
+def surely_beats(one: Candidate, other: Candidate, policy: Policy) -> bool:
+    """Return True if `one` beats `other` on the same machines even if estimates err."""
+    lead_s = other.estimate.step_s - one.estimate.step_s
+    return beats(one, other, policy) and lead_s > one.estimate.difference_error_s(other.estimate)
+
+
 def first_of_fastest(
     plans: Iterable[Plan], than: Candidate, costs: CostModel, policy: Policy
 ) -> Candidate | None:

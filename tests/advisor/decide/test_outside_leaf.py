@@ -15,7 +15,7 @@ from advisor.inputs.policy import Objective, Policy
 from advisor.search.cache import SearchCache
 from advisor.search.legal import Styles, expert_degrees
 from advisor.search.ranking import beats, fastest_first, weigh
-from engines.plan import PartialPlan
+from engines.plan import PartialPlan, Plan
 from profiles.machine.cluster import ClusterProfile
 from profiles.provenance import Quantity, Source
 from profiles.units import format_seconds
@@ -112,20 +112,44 @@ def test_the_tree_is_followed_unless_its_own_machines_were_timed() -> None:
     assert any(title(advised.plan) in reason for reason in timed.reasons)
 
 
-def test_the_tree_is_followed_where_the_gain_is_inside_the_range() -> None:
-    """A pipeline that is twice as fast, of a speed that may be half of what was measured."""
+def test_the_tree_is_followed_where_the_gain_is_inside_its_range() -> None:
+    """A pipeline spares a DDP plan its messages. A link that may be much faster than it was timed
+    makes that uncertain; a processor that may be slower is slower for both."""
     cluster = as_timed(gpus(2, 2, inter_bytes_per_s=25e9))
-    doubt = {
-        name: getattr(cluster.device, name).model_copy(update={"relative_error": 0.95})
-        for name in ("matmul_fraction", "launch_s")
-    }
-    device = cluster.device.model_copy(update=doubt)
-    rough = cluster.model_copy(update={"device": device})
-    taken, cautious = (choose(facts(SMALL, each, batch=8)) for each in (cluster, rough))
+    device, inter = cluster.device, cluster.inter
+    assert inter is not None
+
+    def doubted(quantity: Quantity) -> Quantity:
+        return quantity.model_copy(update={"relative_error": 0.95})
+
+    names = ("matmul_fraction", "launch_s")
+    slow = device.model_copy(update={name: doubted(getattr(device, name)) for name in names})
+    rate = doubted(inter.bandwidth_bytes_per_s)
+    fast = inter.model_copy(update={"bandwidth_bytes_per_s": rate})
+    taken, shared, cautious = (
+        choose(facts(SMALL, cluster.model_copy(update=update), batch=8))
+        for update in ({}, {"device": slow}, {"inter": fast})
+    )
     assert not in_leaf(taken.plan, taken.trace)
+    assert not in_leaf(shared.plan, shared.trace)
     assert in_leaf(cautious.plan, cautious.trace)
     assert cautious.dissent is not None
     assert cautious.dissent.endswith("`--objective time` takes it")
+
+
+def test_a_difference_errs_by_what_one_plan_has_more_of_each_term() -> None:
+    known = QUESTIONS["DDP over slow links"]
+    costs = CostModel(known)
+    one, other = (
+        costs.estimate(Plan.parse(text))
+        for text in ("dp_replicate=4 microbatch_size=2", "dp_shard=4 microbatch_size=2")
+    )
+    assert one.difference_error_s(one) == 0.0
+    sent_s = other.time.exposed_s - one.time.exposed_s
+    assert sent_s > 100 * abs(other.time.working_s - one.time.working_s)
+    error = max(one.communication_error, other.communication_error)
+    assert one.difference_error_s(other) == pytest.approx(error * sent_s, rel=0.01)
+    assert other.difference_error_s(one) == one.difference_error_s(other)
 
 
 def test_a_leaf_holds_the_rows_whose_own_plans_belong_to_it() -> None:
