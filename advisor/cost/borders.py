@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from advisor.cost.context import CostContext
 from advisor.cost.ledger import Ledger
-from engines.plan import Plan
-from profiles.machine.cluster import Collective
+from advisor.cost.orders import rank_of
+from engines.plan import Plan, Schedule
+from profiles.machine.cluster import ClusterProfile, Collective
 from profiles.workload.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
 class Border:
     """Bytes of one microbatch across a border in the forward and in the backward, and the seconds
-    of the larger transfer."""
+    of the larger transfer. `group_size`: as a send over it is charged, see `charged_group`."""
 
     activation_bytes: float
     gradient_bytes: float
     seconds: float
+    group_size: int
 
 
 def sent_samples(plan: Plan, stack: Stack) -> float:
@@ -33,20 +36,48 @@ def sent_samples(plan: Plan, stack: Stack) -> float:
     return plan.microbatch_size / plan.cp / scattered
 
 
+def charged_group(cluster: ClusterProfile, pp: int, source: int, target: int) -> int:
+    """Size of the group, `world_size / pp` ranks apart, that a send between two positions of the pp
+    axis is charged as.
+
+    Two ranks, one from the other. Where a node has several positions, most of its sends stay inside
+    and are two neighbors'; one that leaves it shares the node's cards with those of the other
+    pipelines alone, as the whole axis does.
+    """
+    stride, domain = cluster.world_size // pp, cluster.domain_devices
+    ends = (source * stride // domain, ((source + 1) * stride - 1) // domain)
+    others = (target * stride // domain, ((target + 1) * stride - 1) // domain)
+    return pp if stride < domain and ends != others else 2
+
+
+def charged_groups(
+    cluster: ClusterProfile, schedule: Schedule | None, *, ranks: int, stages: int
+) -> list[int]:
+    """`charged_group` of each border, in model order."""
+    assert schedule is not None
+    places = [rank_of(schedule, stage, ranks=ranks, stages=stages) for stage in range(stages)]
+    return [charged_group(cluster, ranks, *hop) for hop in pairwise(places)]
+
+
 def borders_of(model: CostContext, plan: Plan, ends: Sequence[int]) -> list[Border]:
     assert plan.microbatch_size is not None
     kind = model.numerics(plan)
     ledger, stride = model.ledger(), plan.world_size // plan.pp
-    samples = sent_samples(plan, model.stack)
+    samples, cluster = sent_samples(plan, model.stack), model.facts.cluster
+    groups = charged_groups(cluster, plan.schedule, ranks=plan.pp, stages=len(ends) - 1)
     borders = []
-    for place in ends[1:-1]:
+    for place, group_size in zip(ends[1:-1], groups, strict=True):
         activations, gradients = model.stages.crossing(
             place, numerics=kind, samples=samples, shares=model.shares(plan)
         )
         seconds = ledger.charge(
-            Collective.SEND_RECV, "", max(activations, gradients), group_size=2, stride=stride
+            Collective.SEND_RECV,
+            "",
+            max(activations, gradients),
+            group_size=group_size,
+            stride=stride,
         )
-        borders.append(Border(activations, gradients, seconds))
+        borders.append(Border(activations, gradients, seconds, group_size))
     return borders
 
 
@@ -85,23 +116,22 @@ def charge_sends(plan: Plan, own: Sequence[int], borders: Sequence[Border], ledg
     Under ZBV the last rank passes between its two stages without sending."""
     stride = plan.world_size // plan.pp
     for stage in own:
-        sends = {
-            "activations": (
-                stage + 1,
-                borders[stage].activation_bytes if stage < len(borders) else 0.0,
-            ),
-            "gradients of activations": (
-                stage - 1,
-                borders[stage - 1].gradient_bytes if stage else 0.0,
-            ),
-        }
-        for purpose, (to, payload) in sends.items():
+        sends = []
+        if stage < len(borders):
+            after = borders[stage]
+            sends.append((stage + 1, "activations", after.activation_bytes, after.group_size))
+        if stage:
+            before = borders[stage - 1]
+            sends.append(
+                (stage - 1, "gradients of activations", before.gradient_bytes, before.group_size)
+            )
+        for to, purpose, payload, group_size in sends:
             if to not in own:
                 ledger.charge(
                     Collective.SEND_RECV,
                     purpose,
                     payload,
-                    group_size=2,
+                    group_size=group_size,
                     stride=stride,
                     count=plan.forwards,
                 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from advisor.cost.borders import charged_group
 from advisor.cost.communication import replicas_s
 from advisor.cost.compression import Sent
 from advisor.cost.compute import optimizer_s
@@ -308,13 +309,19 @@ class Columns:
         then."""
         return self.space.common.fixes("aggregation", "compression")
 
-    def send_s(self, payload_bytes: Callable[[Microbatch], float]) -> Floats:
-        """Seconds to send a payload from one stage to the next."""
-        world = self.costs.facts.cluster.world_size
+    def send_s(
+        self, payload_bytes: Callable[[Microbatch], float], *, leaves_node: bool = False
+    ) -> Floats:
+        """Seconds to send a payload from one stage to the next, one of the same node if there is
+        one; or to one of another node."""
+        cluster = self.costs.facts.cluster
 
         def seconds(group: int, pp: int) -> float:
-            payload = payload_bytes(self.groups[group])
-            return self._seconds(Collective.SEND_RECV, payload, 2, world // pp) if pp > 1 else 0.0
+            if pp == 1:
+                return 0.0
+            stride, payload = cluster.world_size // pp, payload_bytes(self.groups[group])
+            last = charged_group(cluster, pp, 0, pp - 1) if leaves_node else 2
+            return self._seconds(Collective.SEND_RECV, payload, last, stride)
 
         return self.each([self.group, self.space.pp], seconds)
 

@@ -119,7 +119,7 @@ def _round_s(
     pp, schedule = space.pp, space.schedule
     is_one_each, splits = np.isin(schedule, _ONE_STAGE), np.isin(schedule, _SPLITS)
     least = columns.send_s(lambda g: g.least_sent_bytes)
-    most = columns.send_s(lambda g: g.most_sent_bytes)
+    most = columns.send_s(lambda g: g.most_sent_bytes, leaves_node=True)
     borders = pp * space.per_rank - 1 - (schedule == _ZBV)
     sends = 2 * borders * least
     # Where ranks are idle while they receive, transfers are as good as work.

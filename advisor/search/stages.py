@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from advisor.cost.borders import charged_groups
 from advisor.cost.buffers import shard_degree
 from advisor.cost.memory import room_bytes, workspace_bytes
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
@@ -74,7 +75,7 @@ class StageSearch:
         self._borders: dict[tuple[object, ...], _BestBorders] = {}
         self._segments: dict[tuple[object, ...], StageSegments] = {}
         self._states: dict[tuple[int, int], float] = {}
-        self._sends: dict[tuple[float, int], float] = {}
+        self._sends: dict[tuple[float, int, int], float] = {}
         self._rank_peaks = RankPeaks(cache)
 
     def plan(self, space: Space, index: int) -> Plan:
@@ -188,17 +189,21 @@ class StageSearch:
                 # Units of a split stage are not recomputed.
                 weight_s[stage] = backward_s[stage] / (2 if stage else 1)
                 backward_s[stage] -= weight_s[stage]
-        stride = self._costs.facts.cluster.world_size // plan.pp
-        send_s = (self._send_s(payload, stride) for payload in borders.sent_bytes)
+        cluster, count = self._costs.facts.cluster, len(backward_s)
+        groups = charged_groups(cluster, plan.schedule, ranks=plan.pp, stages=count)
+        sends = zip(borders.sent_bytes, groups, strict=True)
+        stride = cluster.world_size // plan.pp
+        send_s = (self._send_s(payload, stride, group_size) for payload, group_size in sends)
         return StageTimes(borders.forward_s, tuple(backward_s), tuple(weight_s), tuple(send_s))
 
-    def _send_s(self, payload: float, stride: int) -> float:
-        """Seconds to send so many bytes to the next stage."""
-        if (payload, stride) not in self._sends:
-            self._sends[payload, stride] = self._costs.ledger().charge(
-                Collective.SEND_RECV, "", payload, group_size=2, stride=stride
+    def _send_s(self, payload: float, stride: int, group_size: int = 2) -> float:
+        """Seconds to send so many bytes to the next stage, as in `charged_group`."""
+        key = payload, stride, group_size
+        if key not in self._sends:
+            self._sends[key] = self._costs.ledger().charge(
+                Collective.SEND_RECV, "", payload, group_size=group_size, stride=stride
             )
-        return self._sends[payload, stride]
+        return self._sends[key]
 
     def _best_borders(self, space: Space, index: int) -> _BestBorders:
         stages = int(space.pp[index] * space.per_rank[index])

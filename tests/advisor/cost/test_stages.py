@@ -7,6 +7,7 @@ import time
 import pytest
 
 from advisor.cost import CostModel, Estimate, estimate
+from advisor.cost.borders import charged_groups
 from advisor.inputs.facts import Facts
 from engines.plan import Plan, Schedule
 from profiles.errors import PlanError
@@ -33,6 +34,14 @@ def fast_links(text: str, model: ModelProfile | None = None, *, nodes: int = 1) 
     plan = Plan.parse(f"{text} microbatch_size=1")
     inputs = facts(model or chain(units=8), cluster, batch=64, precision="fp32")
     return estimate(plan, inputs)
+
+
+def over_slow_nodes(text: str, *, inter_bytes_per_s: float) -> Estimate:
+    """Estimate on two nodes of four, whose links inside take no time."""
+    inter = link("slow", inter_bytes_per_s, 0.0)
+    cluster = gpus(2, 4).model_copy(update={"intra": link("quick", 1e18, 0.0), "inter": inter})
+    model = chain(units=16)
+    return estimate(Plan.parse(text), facts(model, cluster, batch=8, precision="fp32"))
 
 
 def by_rank(cost: Estimate) -> list[float]:
@@ -102,6 +111,38 @@ def test_equal_stages_idle_for_p_minus_1_microbatches(schedule: str) -> None:
     one = stage.forward_s + stage.backward_s
     assert cost.time.idle_s == pytest.approx(7 * one)
     assert cost.step_s == pytest.approx(23 * one + cost.time.optimizer_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(("degrees", "senders"), [("pp=8", 1), ("pp=4 dp_replicate=2", 2)])
+def test_a_send_that_leaves_the_node_has_its_share_of_the_cards(degrees: str, senders: int) -> None:
+    """One border of a pipeline lies between the nodes, whatever the number of stages in them. Where
+    each node is a stage, its four ranks share the cards."""
+
+    def sent_s(degrees: str) -> float:
+        text = f"{degrees} schedule=naive microbatches=1 microbatch_size=1"
+        costs = (over_slow_nodes(text, inter_bytes_per_s=rate) for rate in (1e6, 1e18))
+        slow, fast = (cost.time.idle_s for cost in costs)
+        return slow - fast
+
+    whole = sent_s("pp=2 dp_replicate=4")
+    # There with activations, and back with their gradients; at most at the rate of the cards.
+    assert 2 * ROW / (1e6 / 4) <= whole < 1.1 * 2 * ROW / (1e6 / 4)
+    assert sent_s(degrees) == pytest.approx(whole * senders / 4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "leaving"),
+    [
+        (Schedule.ONE_F_ONE_B, 8, [3]),
+        (Schedule.INTERLEAVED, 16, [3, 7, 11]),  # from the last rank back to the first
+        (Schedule.ZBV, 16, [3, 11]),  # down and up again
+    ],
+)
+def test_borders_between_nodes_are_where_the_schedule_has_them(
+    schedule: Schedule, stages: int, leaving: list[int]
+) -> None:
+    groups = charged_groups(gpus(2, 4), schedule, ranks=8, stages=stages)
+    assert [border for border, size in enumerate(groups) if size > 2] == leaving
 
 
 def test_naive_stages_take_as_long_as_one_device() -> None:
