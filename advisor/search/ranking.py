@@ -200,9 +200,9 @@ _KINDS = (
 )
 # `simplicity` in words.
 SIMPLER_FIRST = (
-    "states on the device, then the model in one piece before TP, PP and both, then DDP before"
-    " ZeRO-1, ZeRO-2, FSDP and HSDP, then the plainer schedule with fewer stages, then less"
-    " recompute, then smaller groups, then fewer microbatches"
+    "states on the device, then the model in one piece before TP, PP and both, then smaller groups,"
+    " then DDP before ZeRO-1, ZeRO-2, FSDP and HSDP, then the plainer schedule with fewer stages,"
+    " then less recompute, then fewer microbatches"
 )
 
 
@@ -211,11 +211,11 @@ def simplicity_columns(space: Space) -> list[Integers]:
     kinds = np.array([_KINDS.index(kind) for kind in KINDS])
     return [
         (space.tp * space.cp * space.ep > 1) + 2 * (space.pp > 1),
+        space.pp * space.tp * space.cp * space.ep,
         kinds[space.kind],
         space.schedule,
         space.pp * space.per_rank,
         space.recompute,
-        space.pp * space.tp * space.cp * space.ep,
         space.forwards,
     ]
 
@@ -225,18 +225,19 @@ def simplicity(plan: Plan | Row) -> tuple[int, ...]:
 
     Simpler means fewer moving parts, and fewer ways to be slower than predicted. Without pp and tp
     the user's training loop runs unchanged. With tp it does too, but each kind of layer needs a
-    proof of its split; stages need `train_step`, a schedule, and equal microbatches. Asynchronous
-    and periodic updates come last.
+    proof of its split; stages need `train_step`, a schedule, and equal microbatches. A model is
+    split no further than it needs to be, and replicated or sharded from there (Megatron-LM's second
+    takeaway, arXiv:2104.04473). Asynchronous and periodic updates come last.
     """
     return (
         int(plan.offload is not Offload.NONE) + 2 * _asynchrony(plan),
         # 0 neither, 1 split layers or sequences, 2 stages, 3 both.
         int(max(plan.tp, plan.cp, plan.ep) > 1) + 2 * int(plan.pp > 1),
+        plan.pp * plan.tp * plan.cp * plan.ep,
         _KINDS.index(plan.data_parallel),
         SCHEDULES.index(plan.schedule),
         len(plan.stages),
         RECOMPUTES.index(plan.recompute),
-        plan.pp * plan.tp * plan.cp * plan.ep,
         plan.forwards,
     )
 

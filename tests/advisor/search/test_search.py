@@ -256,4 +256,4 @@ def test_rows_are_as_simple_as_their_plans() -> None:
         assert simplicity(search.space.row(index)) == plan
         # Stages are counted there, and their borders here.
         staged = int(candidate.plan.pp > 0)
-        assert (0, *columns[:3, index], columns[3, index] - staged, *columns[4:, index]) == plan
+        assert (0, *columns[:4, index], columns[4, index] - staged, *columns[5:, index]) == plan
