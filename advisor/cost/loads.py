@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from advisor.cost.axes import EXPERTS_PER_TOKEN, over_experts, over_tokens, split_experts
@@ -365,26 +365,7 @@ def _load(
     if tp == 1 or not is_split(styled):
         return load
     own = cut(cost, unit, styled, tp=tp, samples=samples, stack=stack)
-    return replace(
-        load,
-        parameter_bytes=own.parameter_bytes,
-        gradient_bytes=own.gradient_bytes,
-        partial_gradient_bytes=own.partial_gradient_bytes,
-        partial_tensors=own.partial_tensors,
-        forward_flop=own.forward_flop,
-        backward_flop=own.backward_flop,
-        forward_moved_bytes=own.forward_moved_bytes,
-        backward_moved_bytes=own.backward_moved_bytes,
-        forward_cycles=own.forward_cycles,
-        backward_cycles=own.backward_cycles,
-        activation_bytes=own.activation_bytes,
-        selective_bytes=own.selective_bytes,
-        input_bytes=own.input_bytes,
-        output_bytes=own.output_bytes,
-        forward_transient_bytes=own.forward_transient_bytes,
-        backward_transient_bytes=own.backward_transient_bytes,
-        exchanges=own.exchanges,
-    )
+    return replace(load, **{field.name: getattr(own, field.name) for field in fields(own)})
 
 
 def _tensors(unit: UnitProfile) -> int:

@@ -168,7 +168,9 @@ def cut(
         row = style.kind is Kind.ROW
         if style.kind is Kind.HEADS:  # one of the heads, for the rank's share of the queries
             own = 1 / style.packs
-            sums.add(layer, own=own, after=share, saved=1.0, whole=layer.input_bytes)
+            sums.add(
+                layer, own=own, after=share, saved=1.0, whole_bytes=layer.input_bytes.at(samples)
+            )
             if not by_tokens:
                 parts = weights, biases, *layer.after.parameter_gradient_bytes
                 partial += sum(parts)
@@ -188,20 +190,28 @@ def cut(
         if layer.kind is LayerKind.EMBEDDING:
             sums.add(layer, own=1.0, after=around, saved=1.0)
         elif row:
-            sums.add(layer, own=share, after=around, saved=share, whole=layer.output_bytes)
+            sums.add(
+                layer,
+                own=share,
+                after=around,
+                saved=share,
+                whole_bytes=layer.output_bytes.at(samples),
+            )
         else:
             is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
             after = share if is_local else around
             if is_local and not by_tokens:
                 partial += sum(layer.after.parameter_gradient_bytes)
                 tensors += len(layer.after.parameter_gradient_bytes)
-            sums.add(layer, own=share, after=after, saved=1.0, whole=layer.input_bytes)
+            sums.add(
+                layer, own=share, after=after, saved=1.0, whole_bytes=layer.input_bytes.at(samples)
+            )
             if not is_local:  # recompute gathers again what it has a share of
                 retained = layer.after.selective_activation_bytes.at(samples)
                 retained = min(layer.output_bytes.at(samples), retained)
-                sums.selective_bytes -= max(0.0, after - share) * retained
+                sums.of["selective_activation_bytes"] -= max(0.0, after - share) * retained
     exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens, stack=stack))
-    saved = sums.activation_bytes
+    saved = sums.of["activation_bytes"]
     if by_tokens and stack.keeps_gathered:
         # Gathered tokens are saved unsharded for the weight gradient, once per gather, instead of
         # their producer's share.
@@ -211,7 +221,7 @@ def cut(
         saved -= around * sum(layer.input_bytes.at(samples) for layer in once.values())
     whole_saved = cost.activation_bytes.at(samples)
     moved = cost.backward_moved_bytes.at(samples)
-    in_work = sums.backward_moved_bytes / moved if moved else 1.0
+    in_work = sums.of["backward_moved_bytes"] / moved if moved else 1.0
     output = cost.output_bytes.at(samples) * _output_share(cost, styled, tp)
     forward = cost.forward_transient_bytes.at(samples)
     saved_share = saved / whole_saved if whole_saved else 1.0
@@ -224,14 +234,9 @@ def cut(
         gradient_bytes=gradient_bytes,
         partial_gradient_bytes=partial,
         partial_tensors=tensors,
-        forward_flop=sums.forward_flop,
-        backward_flop=sums.backward_flop,
-        forward_moved_bytes=sums.forward_moved_bytes,
-        backward_moved_bytes=sums.backward_moved_bytes,
-        forward_cycles=sums.forward_cycles,
-        backward_cycles=sums.backward_cycles,
+        **{name: sums.of[name] for name in (*_WORK, *_MOVED)},
         activation_bytes=saved,
-        selective_bytes=sums.selective_bytes,
+        selective_bytes=sums.of["selective_activation_bytes"],
         input_bytes=inputs,
         output_bytes=output,
         # The peak of the forward is near its end, when nearly all activations are saved.
@@ -254,57 +259,42 @@ def _output_share(cost: UnitCost, styled: Styled, tp: int) -> float:
     return 1.0
 
 
+# Amounts of a stretch that a rank has a share of.
+_WORK = ("forward_flop", "backward_flop", "forward_cycles", "backward_cycles")
+_MOVED = {"forward_moved_bytes": 1, "backward_moved_bytes": 2}
+"""And how often each direction reads or writes what a split layer has whole."""
+_SAVED = ("activation_bytes", "selective_activation_bytes")
+
+
 class _Sums:
-    """Sums over the stretches of a unit on a rank; the rest of the unit has share `around`."""
+    """Sums over the stretches of a unit on a rank, by amount; the rest of the unit has share
+    `around`."""
 
     def __init__(self, cost: UnitCost, samples: float, around: float) -> None:
         self._samples = samples
         inside = [stretch for layer in cost.layers for stretch in (layer.own, layer.after)]
-
-        def rest(field: str) -> float:
-            whole = getattr(cost, field).at(samples)
-            return float(around * (whole - sum(getattr(s, field).at(samples) for s in inside)))
-
-        self.forward_flop = rest("forward_flop")
-        self.backward_flop = rest("backward_flop")
-        self.forward_moved_bytes = rest("forward_moved_bytes")
-        self.backward_moved_bytes = rest("backward_moved_bytes")
-        self.forward_cycles = rest("forward_cycles")
-        self.backward_cycles = rest("backward_cycles")
-        self.activation_bytes = rest("activation_bytes")
-        self.selective_bytes = rest("selective_activation_bytes")
+        self.of = {
+            name: float(
+                around
+                * (
+                    getattr(cost, name).at(samples)
+                    - sum(getattr(stretch, name).at(samples) for stretch in inside)
+                )
+            )
+            for name in (*_WORK, *_MOVED, *_SAVED)
+        }
 
     def add(
-        self,
-        layer: LayerCost,
-        *,
-        own: float,
-        after: float,
-        saved: float,
-        whole: object = None,
+        self, layer: LayerCost, *, own: float, after: float, saved: float, whole_bytes: float = 0.0
     ) -> None:
-        """Add a layer at shares `own` and `after`; its own activations at `saved`. `whole` is
-        accessed unsharded: once in the forward, twice in the backward."""
-        n = self._samples
-        full = whole.at(n) if whole is not None else 0.0  # type: ignore[attr-defined]
-        moved = layer.own.forward_moved_bytes.at(n)
-        back = layer.own.backward_moved_bytes.at(n)
-        self.forward_flop += own * layer.own.forward_flop.at(n)
-        self.backward_flop += own * layer.own.backward_flop.at(n)
-        self.forward_moved_bytes += own * moved + (1 - own) * min(full, moved)
-        self.backward_moved_bytes += own * back + (1 - own) * min(2 * full, back)
-        self.forward_cycles += own * layer.own.forward_cycles.at(n)
-        self.backward_cycles += own * layer.own.backward_cycles.at(n)
-        self.activation_bytes += saved * layer.own.activation_bytes.at(n)
-        self.selective_bytes += saved * layer.own.selective_activation_bytes.at(n)
-        self.forward_flop += after * layer.after.forward_flop.at(n)
-        self.backward_flop += after * layer.after.backward_flop.at(n)
-        self.forward_moved_bytes += after * layer.after.forward_moved_bytes.at(n)
-        self.backward_moved_bytes += after * layer.after.backward_moved_bytes.at(n)
-        self.forward_cycles += after * layer.after.forward_cycles.at(n)
-        self.backward_cycles += after * layer.after.backward_cycles.at(n)
-        self.activation_bytes += after * layer.after.activation_bytes.at(n)
-        self.selective_bytes += after * layer.after.selective_activation_bytes.at(n)
+        """Add a layer at shares `own` and `after`; its own activations at `saved`. `whole_bytes`
+        are accessed unsharded: once in the forward, twice in the backward."""
+        for name in self.of:
+            amount = getattr(layer.own, name).at(self._samples)
+            self.of[name] += (saved if name in _SAVED else own) * amount
+            if name in _MOVED:
+                self.of[name] += (1 - own) * min(_MOVED[name] * whole_bytes, amount)
+            self.of[name] += after * getattr(layer.after, name).at(self._samples)
 
 
 def _keeps(layer: LayerCost, samples: float) -> bool:
