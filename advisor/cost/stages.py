@@ -18,7 +18,7 @@ from engines.tensor.token_rules import hidden_value
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.affine import Affine
-from profiles.model.flow import GLUE, LOSS, Edge
+from profiles.model.flow import GLUE, LOSS, Edge, Terms
 from profiles.model.profile import ModelProfile, Numerics, UnitProfile
 
 
@@ -59,7 +59,7 @@ class StageBorders:
         self._even: dict[tuple[int, int], tuple[int, ...]] = {}
         self._retained: dict[tuple[int, int, HandedOn, Numerics], tuple[Affine, Affine]] = {}
         self._crossing: dict[tuple[int, HandedOn, Numerics], tuple[Affine, Affine]] = {}
-        self._keys: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._terms: dict[int, tuple[Terms, ...]] = {}
         flow = model.flow
         # Units that are called again, or that call others.
         self._callers = {*flow.called_again(), *(caller for _, caller in flow.inside)}
@@ -126,8 +126,8 @@ class StageBorders:
             sent = before.cost(numerics).output_bytes.at(samples) * shares.of(before.name)
             return sent, sent
         if (place, shares, numerics) not in self._crossing:
-            keys = self._crossing_keys(start)
-            self._crossing[place, shares, numerics] = self._counted(keys, numerics, shares)
+            sums = self._crossing_terms(start)
+            self._crossing[place, shares, numerics] = self._counted(sums, numerics, shares)
         activations, gradients = self._crossing[place, shares, numerics]
         return activations.at(samples), gradients.at(samples)
 
@@ -161,9 +161,14 @@ class StageBorders:
         known = first, last, shares, numerics
         if known not in self._retained:
             taken = self._first_taken
-            received = [key for key in self._crossing_keys(start) if start <= taken[key] < end]
-            made = [key for key in self._crossing_keys(end) if key[0] >= start]
-            keepers = [flow.calls[call].values[value].kept_by for call, value in made]
+            arriving, leaving = self._crossing_terms(start), self._crossing_terms(end)
+            received = [terms for terms in arriving if start <= taken[terms[-1]] < end]
+            made = [terms for terms in leaving if terms[-1][0] >= start]
+            # A sum is made for the next stage; what is no sum may be kept here.
+            keepers = [
+                flow.calls[call].values[value].kept_by if not others else None
+                for *others, (call, value) in made
+            ]
             sent = [k for k, by in zip(made, keepers, strict=True) if by is None or by >= end]
             self._retained[known] = (
                 self._counted(received, numerics, shares)[0],
@@ -172,10 +177,10 @@ class StageBorders:
         taken_first, handed_on = self._retained[known]
         return taken_first.at(samples), handed_on.at(samples)
 
-    def _crossing_keys(self, position: int) -> tuple[tuple[int, int], ...]:
-        if position not in self._keys:
-            self._keys[position] = self._model.flow.crossing_keys(position)
-        return self._keys[position]
+    def _crossing_terms(self, position: int) -> tuple[Terms, ...]:
+        if position not in self._terms:
+            self._terms[position] = self._model.flow.crossing_terms(position)
+        return self._terms[position]
 
     @cached_property
     def repeated(self) -> tuple[int, ...]:
@@ -211,15 +216,16 @@ class StageBorders:
         return costs[numerics].output_bytes.at(1) / built if built else 1.0
 
     def _counted(
-        self, keys: Iterable[tuple[int, int]], numerics: Numerics, shares: HandedOn
+        self, sums: Iterable[Terms], numerics: Numerics, shares: HandedOn
     ) -> tuple[Affine, Affine]:
-        """Sums of values: all, and those with a gradient."""
+        """Bytes of these tensors: all, and those with a gradient."""
         flow = self._model.flow
         activations, gradients = Affine(), Affine()
-        for call, number in keys:
+        for terms in sums:
+            call, number = terms[-1]
             value, unit = flow.calls[call].values[number], flow.calls[call].unit
             nbytes = value.bytes * (shares.of(unit) if number == hidden_value(flow, call) else 1.0)
-            nbytes *= self._share(unit, numerics)
+            nbytes *= max(self._share(flow.calls[made].unit, numerics) for made, _ in terms)
             activations += nbytes
             gradients += nbytes if value.needs_gradient else Affine()
         return activations, gradients
@@ -311,7 +317,7 @@ class StageBorders:
         sources = {e.source for number in inside for e in self._edges_to[number]}
         if any(flow.calls[source].unit == GLUE for source in sources):
             return False
-        keys = self._crossing_keys(start)
+        keys = (terms[-1] for terms in self._crossing_terms(start))
         fed = {(n, v) for n, v in keys if flow.calls[n].values[v].needs_gradient}
         for number in own:
             call = flow.calls[number]

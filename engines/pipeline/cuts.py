@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from engines.plan import Plan
-from profiles.model.flow import Flow
+from profiles.model.flow import Flow, Terms
 from profiles.record import Record
 from profiles.units import format_gib
 
@@ -14,7 +14,7 @@ class Crossing(Record):
     """A tensor that crosses a cut.
 
     Attributes:
-        unit: whose output it is.
+        unit: whose output it is, or the last term of a sum of outputs; `terms`: of how many.
         shape: at the batch size of the profile's sample.
         dtype: as the model was built.
         forward_bytes: of a microbatch; backward_bytes: of its gradient, 0 where none comes back.
@@ -27,6 +27,7 @@ class Crossing(Record):
     forward_bytes: NonNegativeInt
     backward_bytes: NonNegativeInt
     is_passing: bool = False
+    terms: PositiveInt = 1
 
 
 class Cut(Record):
@@ -50,7 +51,8 @@ class Cut(Record):
         return sum(tensor.backward_bytes for tensor in self.tensors)
 
     def __str__(self) -> str:
-        names = ", ".join(tensor.unit for tensor in self.tensors)
+        sums = (f" (sum of {tensor.terms})" * (tensor.terms > 1) for tensor in self.tensors)
+        names = ", ".join(t.unit + of for t, of in zip(self.tensors, sums, strict=True))
         return (
             f"cut at {self.border}: {names}; {format_gib(self.forward_bytes)} forward,"
             f" {format_gib(self.backward_bytes)} backward"
@@ -72,17 +74,17 @@ def cuts(plan: Plan, flow: Flow, *, samples: float) -> tuple[Cut, ...]:
         position = flow.first_call(border)
         assert position is not None  # the plan is legal
         tensors = tuple(
-            _crossing(flow, key, samples, is_passing=key[0] < before)
-            for key in flow.crossing_keys(position)
+            _crossing(flow, terms, samples, is_passing=terms[-1][0] < before)
+            for terms in flow.crossing_terms(position)
         )
         crossing.append(Cut(border=border, stage=stage, tensors=tensors))
         before = position
     return tuple(crossing)
 
 
-def _crossing(flow: Flow, key: tuple[int, int], samples: float, *, is_passing: bool) -> Crossing:
-    call = flow.calls[key[0]]
-    value = call.values[key[1]]
+def _crossing(flow: Flow, terms: Terms, samples: float, *, is_passing: bool) -> Crossing:
+    call = flow.calls[terms[-1][0]]
+    value = call.values[terms[-1][1]]
     size = round(value.bytes.at(samples))
     return Crossing(
         unit=call.unit,
@@ -91,4 +93,5 @@ def _crossing(flow: Flow, key: tuple[int, int], samples: float, *, is_passing: b
         forward_bytes=size,
         backward_bytes=size if value.needs_gradient else 0,
         is_passing=is_passing,
+        terms=len(terms),
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engines.pipeline.segments import Key, unit_calls
+from engines.pipeline.segments import unit_calls
 from profiles.capture.batch import Batch, call_model
 from profiles.capture.batch_tree import describe, map_batch
 from profiles.capture.fake_mode import FakeRunMode
@@ -18,7 +19,7 @@ from profiles.capture.fake_tensors import stand_ins
 from profiles.capture.frames import model_line
 from profiles.capture.known_values import ArrayReads, KnownValues
 from profiles.errors import BatchError, ModelError
-from profiles.model.flow import Flow
+from profiles.model.flow import Flow, Key, Terms
 from profiles.model.profile import Numerics
 from profiles.torch_compat import (
     CALL,
@@ -152,6 +153,12 @@ class Recording:
             for leaf in call.leaves
             if isinstance(leaf, ReturnedTensor) and leaf.value == key[1]
         )
+
+    def sum_of(self, terms: Terms) -> ReturnedTensor:
+        """Layout of the sum of these values, in place of the last of them. Autocast leaves some in
+        fp32 and makes others in bf16; their sum is in fp32."""
+        dtypes = (self.made(key).dtype for key in terms)
+        return replace(self.made(terms[-1]), dtype=reduce(torch.promote_types, dtypes))
 
 
 def record(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from engines.pipeline.recording import (
     ReturnedTensor,
     intercepted,
 )
-from engines.pipeline.segments import Key, Segment, unit_calls
+from engines.pipeline.segments import Segment, unit_calls
 from profiles.errors import ModelError
-from profiles.model.flow import Flow
+from profiles.model.flow import Flow, Key, Terms
 from profiles.torch_compat import flatten, tensors_in, unflatten
 from profiles.torch_compat.checkpoint import checkpoints_only
 
@@ -59,6 +60,9 @@ class Replay:
     batch alone (rotary tables, masks) simply run. Random numbers that code between units draws are
     drawn on every stage.
 
+    Values that only their sum is needed of are received as that, in place of the last of them; the
+    others are zeros, so that the code between units adds up the same.
+
     A value that later code changes in place is copied when it is received and when it is sent, so
     that it crosses as the call returned it and every stage repeats the change.
     """
@@ -80,6 +84,7 @@ class Replay:
         self._flow = flow
         self._recording = recording
         self._units = tuple(dict.fromkeys(call.unit for call in recording.calls))
+        self._terms = {key for terms in segment.sent for key in terms}
         self._last_own = max(n for n in unit_calls(flow) if n < segment.last)
         self._stubs = frozenset(
             call.number
@@ -100,7 +105,8 @@ class Replay:
             ModelError: the forward takes another path than the recorded one.
         """
         crossed = map(_over_border, received)
-        arrivals = dict(zip(self.segment.received, crossed, strict=True))
+        keys = (terms[-1] for terms in self.segment.received)
+        arrivals = dict(zip(keys, crossed, strict=True))
         produced: dict[Key, Tensor] = {}
         calls = iter(self._recording.calls)
         coming = next(calls, None)
@@ -132,7 +138,8 @@ class Replay:
             with intercepted(self._model, self._units, replacement), checkpoints_only(is_own):
                 output = forward()
         except _SegmentEnd:
-            return tuple(self._value_to_send(key, produced, arrivals) for key in self.segment.sent)
+            known = arrivals | produced
+            return tuple(self._value_to_send(terms, known) for terms in self.segment.sent)
         if coming is not None:
             raise ModelError(
                 f"the forward ends before it calls `{coming.unit}`, as it did when it was recorded",
@@ -165,24 +172,27 @@ class Replay:
     def _as_recorded(self, number: int, made: ReturnedTensor, tensor: Tensor) -> Tensor:
         """The received tensor in the recorded layout, safe to be written to."""
         if tensor.stride() != made.stride:
-            return made.blank(self.device).copy_(tensor)
+            return replace(made, dtype=tensor.dtype).blank(self.device).copy_(tensor)
         return tensor.clone() if self._is_overwritten(number, made.value) else tensor
 
     def _note_sent(self, number: int, output: object, produced: dict[Key, Tensor]) -> None:
         """The tensors of a call's output that are sent on, as they are now."""
         for value, tensor in enumerate(tensors_in(output)):
-            if (number, value) in self.segment.sent:
+            if (number, value) in self._terms:
                 is_changed = self._is_overwritten(number, value)
                 produced[number, value] = tensor.clone() if is_changed else tensor
 
-    def _value_to_send(
-        self, key: Key, produced: Mapping[Key, Tensor], arrivals: Mapping[Key, Tensor]
-    ) -> Tensor:
-        """A value to send, whole, in the recorded dtype: autocast goes by lists of operations, one
-        for each kind of device, and recordings are made on a CPU."""
-        made = self._recording.made(key)
-        value: Tensor = whole_tensors(produced[key] if key in produced else arrivals[key])
-        return _over_border(value.to(made.dtype))
+    def _value_to_send(self, terms: Terms, known: Mapping[Key, Tensor]) -> Tensor:
+        """A value to send, or a sum, whole, in the recorded dtype: autocast goes by lists of
+        operations, one for each kind of device, and recordings are made on a CPU.
+
+        Args:
+            known: what the segment's calls returned, and what it received; of the terms of a
+                received sum, the last.
+        """
+        first, *others = (whole_tensors(known[key]) for key in terms if key in known)
+        value: Tensor = sum(others, start=first)
+        return _over_border(value.to(self._recording.sum_of(terms).dtype))
 
     def _is_overwritten(self, number: int, value: int) -> bool:
         return self._flow.calls[number].values[value].is_overwritten

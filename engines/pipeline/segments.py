@@ -8,10 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from engines.plan import Plan, Schedule
-from profiles.model.flow import GLUE, LOSS, Flow, UnitCall
-
-Key = tuple[int, int]
-"""(call, value): a tensor that a call of the flow returns."""
+from profiles.model.flow import GLUE, LOSS, Flow, Terms, UnitCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +17,8 @@ class Segment:
 
     Attributes:
         index, count: the number of the stage, and of how many.
-        received: values from the previous stage, in order; some only pass through.
-        sent: values for the next stage.
+        received: values from the previous stage, in order, or sums of some; some only pass through.
+        sent: for the next stage.
         parameters: names of the parameters that its calls need; a tied one by its first name.
     """
 
@@ -29,8 +26,8 @@ class Segment:
     count: int
     first: int
     last: int
-    received: tuple[Key, ...]
-    sent: tuple[Key, ...]
+    received: tuple[Terms, ...]
+    sent: tuple[Terms, ...]
     parameters: frozenset[str]
 
     @property
@@ -51,8 +48,8 @@ def segments_of(plan: Plan, flow: Flow, model: nn.Module) -> tuple[Segment, ...]
             count=len(needed),
             first=first,
             last=last,
-            received=flow.crossing_keys(first),
-            sent=flow.crossing_keys(last),
+            received=flow.crossing_terms(first),
+            sent=flow.crossing_terms(last),
             parameters=frozenset(needed[index]),
         )
         for index, (first, last) in enumerate(pairwise(borders))

@@ -29,7 +29,8 @@ def can_split(segment: Segment, flow: Flow, model: nn.Module) -> bool:
     units = [flow.calls[n].unit for n in own if is_unit(flow.calls[n])]
     if {caller for _, caller in flow.inside} & set(units) or not _used_once(units, model):
         return False
-    fed = {(n, v) for n, v in segment.received if flow.calls[n].values[v].needs_gradient}
+    received = (terms[-1] for terms in segment.received)
+    fed = {(n, v) for n, v in received if flow.calls[n].values[v].needs_gradient}
     for number in own:
         call = flow.calls[number]
         takes = any((e.source, e.value) in fed for e in flow.edges if e.target == number)

@@ -15,9 +15,10 @@ from engines.blocks.autocast import as_fp32, autocast
 from engines.data.microbatches import silence, weighted
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
-from engines.pipeline.segments import Key, Segment
+from engines.pipeline.segments import Segment
 from profiles.capture.batch import Batch, LossFn, call_model, loss_of, with_gradient
 from profiles.errors import ModelError
+from profiles.model.flow import Terms
 from profiles.torch_compat import is_fake
 
 
@@ -130,9 +131,11 @@ def _nothing() -> None:
     """The weights' half of a backward that ran as one."""
 
 
-def buffers(keys: Sequence[Key], recording: Recording, device: torch.device) -> tuple[Tensor, ...]:
+def buffers(
+    sums: Sequence[Terms], recording: Recording, device: torch.device
+) -> tuple[Tensor, ...]:
     """Contiguous tensors without values, of the recorded shapes."""
-    made = [recording.made(key) for key in keys]
+    made = [recording.sum_of(terms) for terms in sums]
     return tuple(
         torch.empty(m.shape, dtype=m.dtype, device=device).requires_grad_(m.needs_gradient)
         for m in made

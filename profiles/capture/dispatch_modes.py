@@ -30,6 +30,7 @@ from profiles.capture.operators import (
     read_bytes,
 )
 from profiles.capture.storages import Storages
+from profiles.capture.sum_trace import is_addition
 from profiles.model.profile import GLUE
 from profiles.model.source import BACKWARD, ValueRead
 from profiles.model.work import FusibleKind
@@ -367,7 +368,8 @@ class TraceMode(FakeRunMode):
             return
         written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []
         draws = torch.Tag.nondeterministic_seeded in operator.tags
-        self.flow.operation(inputs, outputs, written, draws=draws)
+        adds = is_addition(operator, args, kwargs)
+        self.flow.operation(inputs, outputs, written, draws=draws, adds=adds)
         for tensor in inputs:
             if part is not None and self.storages.holders_of(tensor):
                 name = self.storages.parameter_name(tensor)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from profiles.capture.storages import Storages
+from profiles.capture.sum_trace import Source, SumTrace, Terms
 from profiles.model.affine import Affine
-from profiles.model.flow import GLUE, Edge, Flow, UnitCall, Value
+from profiles.model.flow import GLUE, Edge, Flow, TakenSum, UnitCall, Value
 from profiles.torch_compat import tensors_in
-
-Source = tuple[int, int]  # call, value
 
 
 @dataclass(slots=True)
@@ -24,7 +23,7 @@ class Trail:
 
     Attributes:
         given: the tensors among its arguments.
-        taken: what they are made of.
+        taken: what they are made of; `sums`: as sums, and with what it took since.
         first_made: number of the first memory that it makes.
         changed: memories that were there before, which it wrote to.
         uses_parameters: its own code does, or random numbers, or what it takes depends on some.
@@ -36,6 +35,7 @@ class Trail:
     given: Sequence[Tensor]
     taken: frozenset[Source]
     first_made: int
+    sums: frozenset[Terms] = frozenset()
     uses_parameters: bool = False
     is_closed: bool = True
     changed: set[int] = field(default_factory=set)
@@ -73,7 +73,9 @@ class FlowTrace:
         self.has_escaped = False
         self._storages = storages
         self._calls: list[Trail] = []
-        self._edges: dict[Edge, None] = {}
+        self._edges: dict[Edge, bool] = {}  # False: in sums alone
+        self._sums_taken: dict[tuple[int, Terms], None] = {}
+        self._sums = SumTrace(storages)
         self._sources: dict[int, frozenset[Source]] = {}
         self._values: dict[int, frozenset[Source]] = {}  # those that lie in a memory
         self._parts: dict[int, dict[Source, _Region]] = {}  # where in it, as they were returned
@@ -99,9 +101,10 @@ class FlowTrace:
         given = tensors_in(inputs)
         taken = self._made_of(given)  # a parameter in them is one that glue uses
         first_made = self._storages.timeline.next_number
-        self._current, self._glue = Trail(unit, given, taken, first_made), None
+        sums = self._sums_of(given, taken)
+        self._current, self._glue = Trail(unit, given, taken, first_made, sums), None
         self._calls.append(self._current)
-        self._take(taken)
+        self._take(sums)
         return len(self._calls) - 1
 
     def begin_inside(self, unit: str) -> None:
@@ -136,7 +139,8 @@ class FlowTrace:
                 self._views.setdefault(memory, []).append((weakref.ref(tensor), (number, value)))
                 self._values[memory] = self._values.get(memory, frozenset()) | {(number, value)}
         for memory, tensors in returned.items():
-            self._put(memory, [(number, value) for value in tensors])
+            whole = next(iter(tensors.values())) if memory >= call.first_made else None
+            self._put(memory, [(number, value) for value in tensors], whole)
             self._parts[memory] = {(number, v): _region(t) for v, t in tensors.items()}
         self._left |= dict.fromkeys(call.changed - set(returned), number)
         self._finished.append(number)
@@ -150,11 +154,13 @@ class FlowTrace:
         written: Sequence[Tensor],
         *,
         draws: bool = False,
+        adds: bool = False,
     ) -> None:
         """An operation of the forward.
 
         Args:
             written: the inputs that it changes.
+            adds: it makes the sum of its two inputs.
             draws: it takes random numbers; what a call makes of them cannot be made anew.
         """
         for tensor in written:
@@ -168,6 +174,8 @@ class FlowTrace:
             self._operation_in(self._current, inputs, written)
             return
         made_of = self._made_of(inputs)
+        total = self._sums.added(inputs, made_of) if adds else None
+        sums = self._sums_of(inputs, made_of)
         for tensor in written:
             self._overwrite(tensor)
         for tensor in (*outputs, *written):
@@ -176,6 +184,10 @@ class FlowTrace:
             if memory is not None and is_written:
                 viewed = {source for _, source in self._views.pop(memory, [])}
                 self._sources[memory] = self._sources.get(memory, frozenset()) | viewed | made_of
+                if total is not None and not viewed:
+                    self._sums.put_sum(tensor, total)
+                else:
+                    self._sums.mix(tensor, sums, is_written=_is_in(tensor, written))
 
     def close(self, call: Trail, outputs: Sequence[Tensor]) -> None:
         """The current call is at its end: what it made beside its outputs is its own affair."""
@@ -212,7 +224,11 @@ class FlowTrace:
                 )
                 for call in self._calls
             ),
-            edges=tuple(sorted(self._edges, key=lambda e: (e.target, e.source, e.value))),
+            edges=tuple(self._edges_in_order()),
+            sums=tuple(
+                TakenSum(terms=tuple(sorted(terms)), target=target)
+                for target, terms in self._sums_taken
+            ),
             inside=tuple(self._inside),
             written=tuple(self._written),
             buffers_between=tuple(self._left_between[True]),
@@ -223,9 +239,11 @@ class FlowTrace:
         self, call: Trail, inputs: Sequence[Tensor], written: Sequence[Tensor]
     ) -> None:
         sources = self._all_from(inputs)
-        if not sources <= call.taken:
+        sums = self._sums_of(inputs, sources)
+        if not sums <= call.sums:
             call.is_closed = False
-            self._take(sources)
+            call.sums |= sums
+            self._take(sums)
         self._depend(call, sources)
         for tensor in inputs:
             holders = self._storages.holders_of(tensor)
@@ -241,10 +259,30 @@ class FlowTrace:
                 if memory is not None:
                     call.changed.add(memory)
 
-    def _take(self, sources: Iterable[Source]) -> None:
+    def _take(self, sums: Iterable[Terms]) -> None:
         target = len(self._calls) - 1
-        for source, value in sources:
-            self._edges.setdefault(Edge(source=source, value=value, target=target))
+        for terms in sums:
+            is_alone = len(terms) == 1
+            if not is_alone:
+                self._sums_taken[target, terms] = None
+            for source, value in terms:
+                edge = Edge(source=source, value=value, target=target)
+                self._edges[edge] = is_alone or self._edges.get(edge, False)
+
+    def _edges_in_order(self) -> list[Edge]:
+        edges = [
+            edge if is_alone else edge.model_copy(update={"is_summed": True})
+            for edge, is_alone in self._edges.items()
+        ]
+        return sorted(edges, key=lambda e: (e.target, e.source, e.value))
+
+    def _sums_of(self, tensors: Iterable[Tensor], sources: Terms) -> frozenset[Terms]:
+        """The sums that these tensors are made of; `sources`: their terms, and parameters."""
+        if not sources:
+            return frozenset()
+        sums = [self._sums.of(tensor, self._from(tensor)) for tensor in tensors]
+        known: frozenset[Terms] = frozenset().union(*sums)
+        return known | {frozenset({source}) for source in sources.difference(*known)}
 
     def _depend(self, call: Trail, sources: Iterable[Source]) -> None:
         """Note that the outputs of the call depend on these: taking a value is not yet using it."""
@@ -296,9 +334,11 @@ class FlowTrace:
         current = self._current
         return memory < 0 and current is not None and self._calls[number].unit == current.unit
 
-    def _put(self, memory: int, values: Iterable[Source]) -> None:
-        """The memory holds these values now; what it held before may be part of them."""
+    def _put(self, memory: int, values: Iterable[Source], whole: Tensor | None = None) -> None:
+        """The memory holds these values now; what it held before may be part of them. `whole`: the
+        value that it was made for."""
         self._sources[memory] = frozenset(values)
+        self._sums.put(memory, self._sources[memory], whole)
         self._values[memory] = self._values.get(memory, frozenset()) | self._sources[memory]
         self._parts.pop(memory, None)
         self._views.pop(memory, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -72,17 +73,34 @@ class UnitCall(Record):
 
 
 class Edge(Record):
-    """Value `value` of call `source` is taken by call `target`, itself or through glue."""
+    """Value `value` of call `source` is taken by call `target`, itself or through glue.
+
+    `is_summed`: only as a term of sums, see `Flow.sums`.
+    """
 
     source: NonNegativeInt
     value: NonNegativeInt
+    target: NonNegativeInt
+    is_summed: bool = False
+
+
+Key = tuple[int, int]
+"""A tensor: the number of a call, and of one of its values."""
+Terms = tuple[Key, ...]
+"""Tensors of one shape that are added to one another, in the order in which they were made."""
+
+
+class TakenSum(Record):
+    """The sum of `terms`, two or more, is taken by call `target`, itself or through glue."""
+
+    terms: tuple[tuple[NonNegativeInt, NonNegativeInt], ...]
     target: NonNegativeInt
 
 
 class TakenLater(NamedTuple):
     """Tensors that later calls take: (call, value), the call, and the last one that takes it."""
 
-    keys: list[tuple[int, int]]
+    keys: list[Key]
     made: NDArray[np.int64]
     taken: NDArray[np.int64]
 
@@ -91,6 +109,7 @@ class Flow(Record):
     """Calls in forward order, and edges from earlier to later ones.
 
     Attributes:
+        sums: what calls take of the sums that glue makes of values, and of nothing else.
         inside: (unit, caller): units that were called within a call of another unit.
         written: names of parameters that the forward itself changes.
         buffers_between: buffers that code between units changes by what units gave.
@@ -99,6 +118,7 @@ class Flow(Record):
 
     calls: tuple[UnitCall, ...] = ()
     edges: tuple[Edge, ...] = ()
+    sums: tuple[TakenSum, ...] = ()
     inside: tuple[tuple[str, str], ...] = ()
     written: tuple[str, ...] = ()
     buffers_between: tuple[str, ...] = ()
@@ -113,6 +133,10 @@ class Flow(Record):
                     f"value {edge.value} of call {edge.source} is taken by call {edge.target}, and"
                     f" there are {len(values)} calls and no such value"
                 )
+        edges = {(edge.source, edge.value, edge.target) for edge in self.edges}
+        for taken in self.sums:
+            if not {(*term, taken.target) for term in taken.terms} <= edges:
+                raise InputError(f"call {taken.target} takes a sum of values and not each of them")
         return self
 
     def value(self, edge: Edge) -> Value:
@@ -151,23 +175,50 @@ class Flow(Record):
     def crossing(self, position: int) -> tuple[Value, ...]:
         """Values that cross a cut before call `position`: each once, however many calls take it.
 
-        Parameters that glue uses do not cross, whoever needs one keeps a copy; nor does what
-        depends on no parameter, it is made anew on the other side.
+        Those that later calls take in the same sums alone, as in a residual stream, cross as one:
+        their sum, in place of the last of them. Parameters that glue uses do not cross, whoever
+        needs one keeps a copy; nor does what depends on no parameter, it is made anew on the other
+        side.
         """
-        keys = self.crossing_keys(position)
+        keys = (terms[-1] for terms in self.crossing_terms(position))
         return tuple(self.calls[source].values[value] for source, value in keys)
 
-    def crossing_keys(self, position: int) -> tuple[tuple[int, int], ...]:
-        """(call, value) of each tensor in `crossing`, in the same order."""
+    def crossing_terms(self, position: int) -> tuple[Terms, ...]:
+        """Of each tensor in `crossing` the values that it is the sum of: itself, mostly."""
         keys, made, taken = self.carried
-        return tuple(keys[n] for n in ((made < position) & (position <= taken)).nonzero()[0])
+        present = [keys[n] for n in ((made < position) & (position <= taken)).nonzero()[0]]
+        if not self.sums:
+            return tuple((key,) for key in present)
+        sums: dict[object, list[Key]] = {}
+        targets, masks = self._uses
+        first = bisect.bisect_left(targets, position)
+        for key in present:
+            value = self.calls[key[0]].values[key[1]]
+            alike = masks.get(key, 0) >> first, value.shape, value.dtype, value.needs_gradient
+            sums.setdefault(alike, []).append(key)
+        return tuple(sorted(map(tuple, sums.values()), key=lambda terms: terms[-1]))
+
+    @cached_property
+    def _uses(self) -> tuple[list[int], dict[Key, int]]:
+        """Calls that take something, ascending, one for each sum or value that it takes; and of
+        each value those of them that take it, as bits."""
+        uses: list[tuple[int, Terms]] = [
+            (edge.target, ((edge.source, edge.value),)) for edge in self.edges if not edge.is_summed
+        ]
+        uses += [(taken.target, taken.terms) for taken in self.sums]
+        uses.sort()
+        masks: dict[Key, int] = {}
+        for number, (_, terms) in enumerate(uses):
+            for key in terms:
+                masks[key] = masks.get(key, 0) | 1 << number
+        return [target for target, _ in uses], masks
 
     @cached_property
     def carried(self) -> TakenLater:
-        """Tensors that `crossing_keys` selects from."""
+        """Tensors that `crossing` selects from."""
         import numpy as np
 
-        last: dict[tuple[int, int], int] = {}
+        last: dict[Key, int] = {}
         for edge in self.edges:
             key = edge.source, edge.value
             if self.calls[edge.source].unit != GLUE and self.value(edge).depends_on_parameters:

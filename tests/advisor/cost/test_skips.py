@@ -70,7 +70,9 @@ def test_what_crosses_a_border_under_autocast_has_the_dtypes_of_a_real_forward(
     with torch.autocast("cpu", torch.bfloat16):
         call_model(model, batch, has_target=True)
     start = profile.flow.first_calls[border]
-    crossing = [profile.flow.calls[call].unit for call, _ in profile.flow.crossing_keys(start)]
+    crossing = [
+        profile.flow.calls[call].unit for *_, (call, _) in profile.flow.crossing_terms(start)
+    ]
     places = [unit.name for unit in profile.units]
     actual = StageBorders(profile, cpu_ranks(2)).crossing(
         places.index(border), numerics=Numerics.BF16_AUTOCAST, samples=2

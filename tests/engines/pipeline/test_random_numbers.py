@@ -56,7 +56,7 @@ def test_random_numbers_of_a_unit_cross_the_cut() -> None:
     flow = profile_of(CASE, CASE.build()).flow
     position = flow.first_call("last")
     assert position is not None
-    crossing = [flow.calls[call].unit for call, _ in flow.crossing_keys(position)]
+    crossing = [flow.calls[call].unit for *_, (call, _) in flow.crossing_terms(position)]
     assert crossing == ["mask", "first"]
 
 

@@ -254,4 +254,4 @@ def test_a_unit_that_takes_a_value_for_its_type_alone_does_not_depend_on_it() ->
         True,
         False,
     ]
-    assert flow.crossing_keys(2) == ((0, 0),)
+    assert flow.crossing_terms(2) == (((0, 0),),)
