@@ -42,6 +42,23 @@ class Gated(nn.Module):
         return output
 
 
+class Stream(nn.Module):
+    """Parts that the model sums, and a first value that it needs once more at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(1, CHANNELS, 1)
+        self.parts = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 1) for _ in range(6))
+        self.head = nn.Conv1d(CHANNELS, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.first(x)
+        for part in self.parts:
+            x = x + part(x)
+        output: Tensor = self.head(x * first)
+        return output
+
+
 def batch_of(rows: int) -> Batch:
     return torch.randn(rows, 1, LENGTH), torch.randn(rows, 1, LENGTH)
 
@@ -50,18 +67,29 @@ VALUE = ROWS * CHANNELS * LENGTH * 4
 """Bytes of what a convolution of `CHANNELS` hands on."""
 
 
-@pytest.mark.parametrize(("border", "received"), [("wide.1", 2), ("narrow.1", 4), ("wide.3", 4)])
-def test_a_stage_is_charged_the_code_before_its_units(border: str, received: int) -> None:
+@pytest.mark.parametrize(
+    ("build", "border", "received"),
+    [
+        (Gated, "wide.1", 2),
+        (Gated, "narrow.1", 4),
+        (Gated, "wide.3", 4),
+        (Stream, "parts.2", 2),  # the first value and the sum of the others
+        (Stream, "parts.5", 2),
+    ],
+)
+def test_a_stage_is_charged_the_code_before_its_units(
+    build: type[nn.Module], border: str, received: int
+) -> None:
     """Receive buffers are charged for themselves, so that what code takes from them is not; and
     what the first convolution gives is kept on its stage, besides being sent."""
     loss_fn = nn.functional.mse_loss
     plan = Plan.parse(f"pp=2 schedule=gpipe stages={border} microbatch_size={ROWS} microbatches=2")
-    profile = capture(Gated(), batch_of(ROWS), loss_fn=loss_fn)
+    profile = capture(build(), batch_of(ROWS), loss_fn=loss_fn)
     costs = CostModel(facts_of(plan, profile))
     for rank, elsewhere in ((0, -VALUE), (1, received * VALUE)):
         with fake_rank(rank, 2):
             parallel = apply_plan(
-                Gated(),
+                build(),
                 plan,
                 profile=profile,
                 cluster=cpu_ranks(2),
