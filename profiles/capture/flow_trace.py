@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from profiles.capture.storages import Storages
-from profiles.capture.sum_trace import Source, SumTrace, Terms
+from profiles.capture.sum_trace import SumTrace, TermSet
 from profiles.model.affine import Affine
-from profiles.model.flow import GLUE, Edge, Flow, TakenSum, UnitCall, Value
+from profiles.model.flow import GLUE, Edge, Flow, Key, TakenSum, UnitCall, Value
 from profiles.torch_compat import tensors_in
 
 
@@ -33,9 +33,9 @@ class Trail:
 
     unit: str
     given: Sequence[Tensor]
-    taken: frozenset[Source]
+    taken: frozenset[Key]
     first_made: int
-    sums: frozenset[Terms] = frozenset()
+    sums: frozenset[TermSet] = frozenset()
     uses_parameters: bool = False
     is_closed: bool = True
     changed: set[int] = field(default_factory=set)
@@ -74,13 +74,13 @@ class FlowTrace:
         self._storages = storages
         self._calls: list[Trail] = []
         self._edges: dict[Edge, bool] = {}  # False: in sums alone
-        self._sums_taken: dict[tuple[int, Terms], None] = {}
+        self._sums_taken: dict[tuple[int, TermSet], None] = {}
         self._sums = SumTrace(storages)
-        self._sources: dict[int, frozenset[Source]] = {}
-        self._values: dict[int, frozenset[Source]] = {}  # those that lie in a memory
-        self._parts: dict[int, dict[Source, _Region]] = {}  # where in it, as they were returned
+        self._sources: dict[int, frozenset[Key]] = {}
+        self._values: dict[int, frozenset[Key]] = {}  # those that lie in a memory
+        self._parts: dict[int, dict[Key, _Region]] = {}  # where in it, as they were returned
         # Of what calls returned of older memories: a tensor of one may be of any of them.
-        self._views: dict[int, list[tuple[weakref.ref[Tensor], Source]]] = {}
+        self._views: dict[int, list[tuple[weakref.ref[Tensor], Key]]] = {}
         self._left: dict[int, int] = {}  # memory that a call changed and did not return, its number
         self._finished: list[int] = []  # calls of units that are over
         self._ends: list[int] = []  # of those
@@ -259,7 +259,7 @@ class FlowTrace:
                 if memory is not None:
                     call.changed.add(memory)
 
-    def _take(self, sums: Iterable[Terms]) -> None:
+    def _take(self, sums: Iterable[TermSet]) -> None:
         target = len(self._calls) - 1
         for terms in sums:
             is_alone = len(terms) == 1
@@ -276,27 +276,27 @@ class FlowTrace:
         ]
         return sorted(edges, key=lambda e: (e.target, e.source, e.value))
 
-    def _sums_of(self, tensors: Iterable[Tensor], sources: Terms) -> frozenset[Terms]:
+    def _sums_of(self, tensors: Iterable[Tensor], sources: TermSet) -> frozenset[TermSet]:
         """The sums that these tensors are made of; `sources`: their terms, and parameters."""
         if not sources:
             return frozenset()
         sums = [self._sums.of(tensor, self._from(tensor)) for tensor in tensors]
-        known: frozenset[Terms] = frozenset().union(*sums)
+        known: frozenset[TermSet] = frozenset().union(*sums)
         return known | {frozenset({source}) for source in sources.difference(*known)}
 
-    def _depend(self, call: Trail, sources: Iterable[Source]) -> None:
+    def _depend(self, call: Trail, sources: Iterable[Key]) -> None:
         """Note that the outputs of the call depend on these: taking a value is not yet using it."""
         call.uses_parameters |= any(
             self._calls[source].values[value].depends_on_parameters for source, value in sources
         )
 
-    def _all_from(self, tensors: Iterable[Tensor]) -> frozenset[Source]:
-        sources: frozenset[Source] = frozenset()
+    def _all_from(self, tensors: Iterable[Tensor]) -> frozenset[Key]:
+        sources: frozenset[Key] = frozenset()
         for tensor in tensors:
             sources |= self._from(tensor)
         return sources
 
-    def _from(self, tensor: Tensor) -> frozenset[Source]:
+    def _from(self, tensor: Tensor) -> frozenset[Key]:
         memory = self._storages.memory_of(tensor)
         if memory is None:
             return frozenset()
@@ -334,7 +334,7 @@ class FlowTrace:
         current = self._current
         return memory < 0 and current is not None and self._calls[number].unit == current.unit
 
-    def _put(self, memory: int, values: Iterable[Source], whole: Tensor | None = None) -> None:
+    def _put(self, memory: int, values: Iterable[Key], whole: Tensor | None = None) -> None:
         """The memory holds these values now; what it held before may be part of them. `whole`: the
         value that it was made for."""
         self._sources[memory] = frozenset(values)
@@ -343,7 +343,7 @@ class FlowTrace:
         self._parts.pop(memory, None)
         self._views.pop(memory, None)
 
-    def _made_of(self, inputs: Iterable[Tensor]) -> frozenset[Source]:
+    def _made_of(self, inputs: Iterable[Tensor]) -> frozenset[Key]:
         inputs = list(inputs)
         sources = self._all_from(inputs)
         for tensor in inputs:
@@ -351,7 +351,7 @@ class FlowTrace:
                 sources |= {self._glue_with(tensor)}
         return sources
 
-    def _glue_with(self, parameter: Tensor) -> Source:
+    def _glue_with(self, parameter: Tensor) -> Key:
         if self._glue is None:
             self._glue = Trail(GLUE, (), frozenset(), self._storages.timeline.next_number)
             self._calls.append(self._glue)

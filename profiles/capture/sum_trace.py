@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from profiles.capture.storages import Storages
+from profiles.model.flow import Key
 from profiles.torch_compat import Operator
 
-Source = tuple[int, int]  # call, value
-Terms = frozenset[Source]
+TermSet = frozenset[Key]
+"""The terms of a sum, in no order; a value by itself is a sum of one."""
 
 # A longer sum is not followed: its terms count as taken one by one. As many as residual models have
 # layers; of each prefix of a sum the terms are noted.
@@ -30,10 +31,10 @@ class SumTrace:
 
     def __init__(self, storages: Storages) -> None:
         self._storages = storages
-        self._made_of: dict[int, frozenset[Terms]] = {}
-        self._whole: dict[int, tuple[_Layout, Terms]] = {}  # of memories that are one sum
+        self._made_of: dict[int, frozenset[TermSet]] = {}
+        self._whole: dict[int, tuple[_Layout, TermSet]] = {}  # of memories that are one sum
 
-    def put(self, memory: int, values: Iterable[Source], whole: Tensor | None = None) -> None:
+    def put(self, memory: int, values: Iterable[Key], whole: Tensor | None = None) -> None:
         """The memory holds these values now; `whole` if it is one and fills it."""
         terms = frozenset(values)
         self._made_of[memory] = frozenset(frozenset({value}) for value in terms)
@@ -42,14 +43,14 @@ class SumTrace:
         if layout is not None:
             self._whole[memory] = layout, terms
 
-    def put_sum(self, tensor: Tensor, terms: Terms) -> None:
+    def put_sum(self, tensor: Tensor, terms: TermSet) -> None:
         """The tensor is the sum of these now."""
         memory, layout = self._storages.memory_of(tensor), _layout(tensor)
         if memory is not None and layout is not None:
             self._made_of[memory] = frozenset({terms})
             self._whole[memory] = layout, terms
 
-    def mix(self, tensor: Tensor, sums: frozenset[Terms], *, is_written: bool) -> None:
+    def mix(self, tensor: Tensor, sums: frozenset[TermSet], *, is_written: bool) -> None:
         """Code made the tensor, or wrote to it, and read these."""
         memory = self._storages.memory_of(tensor)
         if memory is None:
@@ -58,7 +59,7 @@ class SumTrace:
         if is_written:
             self._whole.pop(memory, None)
 
-    def of(self, tensor: Tensor, sources: Terms) -> frozenset[Terms]:
+    def of(self, tensor: Tensor, sources: TermSet) -> frozenset[TermSet]:
         """Sums that a tensor is made of, where these are all of their terms."""
         memory = self._storages.memory_of(tensor)
         known = self._made_of.get(memory, frozenset()) if memory is not None else frozenset()
@@ -66,7 +67,7 @@ class SumTrace:
         alone = sources.difference(*within)
         return frozenset(within | {frozenset({source}) for source in alone})
 
-    def added(self, tensors: Sequence[Tensor], made_of: Terms) -> Terms | None:
+    def added(self, tensors: Sequence[Tensor], made_of: TermSet) -> TermSet | None:
         """Terms of the sum of two tensors of the same shape; None if it is not one of values alone.
 
         Args:
@@ -81,7 +82,7 @@ class SumTrace:
         is_alike = one.shape == other.shape and one.dtype == other.dtype
         return total if is_sum and is_alike and total == made_of else None
 
-    def _terms(self, tensor: Tensor) -> Terms | None:
+    def _terms(self, tensor: Tensor) -> TermSet | None:
         memory = self._storages.memory_of(tensor)
         whole = self._whole.get(memory) if memory is not None else None
         return whole[1] if whole is not None and whole[0] == _layout(tensor) else None

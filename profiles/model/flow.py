@@ -133,11 +133,21 @@ class Flow(Record):
                     f"value {edge.value} of call {edge.source} is taken by call {edge.target}, and"
                     f" there are {len(values)} calls and no such value"
                 )
-        edges = {(edge.source, edge.value, edge.target) for edge in self.edges}
-        for taken in self.sums:
-            if not {(*term, taken.target) for term in taken.terms} <= edges:
-                raise InputError(f"call {taken.target} takes a sum of values and not each of them")
+        if self.sums or any(edge.is_summed for edge in self.edges):
+            self._require_terms()
         return self
+
+    def _require_terms(self) -> None:
+        edges = {(e.source, e.value, e.target): e.is_summed for e in self.edges}
+        terms = {(*term, taken.target) for taken in self.sums for term in taken.terms}
+        for source, value, target in sorted(terms - edges.keys()):
+            raise InputError(
+                f"call {target} takes a sum with value {value} of call {source}, which is no edge"
+            )
+        for source, value, target in sorted({e for e in edges if edges[e]} - terms):
+            raise InputError(
+                f"call {target} takes value {value} of call {source} in sums, and is in none"
+            )
 
     def value(self, edge: Edge) -> Value:
         return self.calls[edge.source].values[edge.value]

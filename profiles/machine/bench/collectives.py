@@ -40,8 +40,7 @@ ALWAYS_SHARE = 0.4
 IN_A_STREAM_S, STREAM_SHARE, MOST_STREAMED = 0.3, 0.35, 256
 # The rate is that of messages whose bytes take most of their time: a message of this many times the
 # shortest one's. Ranks that share cores wait milliseconds for each other in every message, and a
-# stream of short ones has the rate of their waits: 100 MB/s of 256 KiB where 2 MiB reach 700 to
-# 1,300 (four ranks on two cores).
+# stream of short ones has the rate of their waits.
 RATE_BOUND = 4.0
 # A step computes between its collectives. On processors that costs them: threads that send find
 # their core taken, and ranks come at different times. Some milliseconds, as between layers: the

@@ -59,14 +59,17 @@ def test_a_cut_sends_the_stream_and_what_is_taken_beside_it() -> None:
     assert str(other).startswith("cut at parts.4: enter, parts.3 (sum of 4); ")
 
 
-def _errors(text: str, in_place: bool) -> tuple[float, float]:
+def _errors(text: str, in_place: bool) -> tuple[float, float, float]:
     subject = case(in_place=in_place)
     reference, parallel = spread(subject, text, rows=ROWS)
     batch = subject.batch(ROWS)
     loss = parallel.forward_backward(local_rows(parallel, batch, ROWS))
     expected = reference_loss(reference, subject, batch)
     expected.backward()  # type: ignore[no-untyped-call]
-    return relative(loss, expected.detach()), gradient_error(parallel, reference)
+    gradient = gradient_error(parallel, reference)
+    evaluated = parallel.eval_step(local_rows(parallel, batch, ROWS))
+    losses = (relative(each, expected.detach()) for each in (loss, evaluated))
+    return (*losses, gradient)
 
 
 PLANS = {
@@ -91,8 +94,9 @@ def test_stages_that_send_sums_train_as_one_process_does(
     name: str, in_place: bool, pool: Pool
 ) -> None:
     world = Plan.parse(PLANS[name]).world_size
-    for loss, gradient in pool.run(_errors, PLANS[name], in_place, world_size=world):
+    for loss, evaluated, gradient in pool.run(_errors, PLANS[name], in_place, world_size=world):
         assert loss < 1e-6
+        assert evaluated < 1e-6
         assert gradient < 1e-5
 
 
@@ -106,7 +110,8 @@ def test_a_sum_of_mixed_dtypes_is_sent_in_the_wider_one(pool: Pool) -> None:
 class Mixed(Stream):
     def __init__(self) -> None:
         super().__init__()
-        self.enter = nn.Sequential(nn.Linear(64, WIDTH), nn.LayerNorm(WIDTH))
+        # Of an fp32 input, which the batch is, a norm makes fp32, and linear layers bf16.
+        self.enter = nn.Sequential(nn.AdaptiveAvgPool1d(WIDTH), nn.LayerNorm(WIDTH))
         self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
-from profiles.model.flow import GLUE, LOSS, Edge, Flow, UnitCall, Value
+from profiles.errors import InputError
+from profiles.model.affine import Affine
+from profiles.model.flow import GLUE, LOSS, Edge, Flow, TakenSum, UnitCall, Value
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import TinyGPT, token_loss
 from tests.profiles.model.flows import F32, ROWS, WIDTH, before, flow_of, names
@@ -190,14 +192,36 @@ def test_a_flow_is_drawn_with_its_bytes() -> None:
 
 
 def test_too_many_edges_are_refused_with_the_number() -> None:
-    from profiles.errors import InputError
-    from profiles.model.affine import Affine
-
     value = Value(shape=(1,), dtype="float32", bytes=Affine(fixed=4))
     calls = tuple(UnitCall(unit=f"u{n}", values=(value,)) for n in range(602))
     edges = tuple(Edge(source=n, value=0, target=n + 1) for n in range(601))
     with pytest.raises(InputError, match="601 edges"):
         Flow(calls=calls, edges=edges).mermaid()
+
+
+@pytest.mark.parametrize(
+    ("terms", "is_summed", "what"),
+    [
+        (((0, 0), (1, 0)), True, None),
+        (((0, 0), (1, 0)), False, None),  # taken alone too
+        ((), True, "in sums, and is in none"),
+        (((0, 0), (2, 0)), False, "value 0 of call 2, which is no edge"),
+    ],
+)
+def test_sums_are_of_values_that_their_call_takes(
+    terms: tuple[tuple[int, int], ...], is_summed: bool, what: str | None
+) -> None:
+    value = Value(shape=(1,), dtype="float32", bytes=Affine(fixed=4))
+    calls = tuple(UnitCall(unit=f"u{n}", values=(value,)) for n in range(4))
+    edges = tuple(Edge(source=n, value=0, target=3, is_summed=is_summed) for n in range(2))
+    sums = (TakenSum(terms=terms, target=3),) if terms else ()
+    if what is not None:
+        with pytest.raises(ValueError, match=what):  # pydantic's, with ours in it
+            Flow(calls=calls, edges=edges, sums=sums)
+        return
+    alone = (((0, 0),), ((1, 0),))
+    flow = Flow(calls=calls, edges=edges, sums=sums)
+    assert flow.crossing_terms(2) == ((terms,) if is_summed else alone)
 
 
 def test_every_decoder_block_of_t5_takes_what_the_encoder_made() -> None:
