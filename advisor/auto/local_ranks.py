@@ -18,6 +18,8 @@ from profiles.machine.host import machine_cores
 from profiles.machine.launcher import LOOPBACK, loopback_environment
 
 WATCH_EVERY_S = 0.5
+# A rank hears that the store is gone before the folder is: from the kernel, at once.
+_UNTIL_DELETED_S = 2.0
 
 
 def run_local_ranks(
@@ -48,7 +50,7 @@ def run_local_ranks(
 @contextmanager
 def ended_with(folder: Path) -> Iterator[None]:
     """Exit when `folder` is deleted, as it is when the command ends. Ranks whose launcher was
-    killed would otherwise wait for each other."""
+    killed would otherwise wait for each other, or each print the loss of the others as an error."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -60,6 +62,9 @@ def ended_with(folder: Path) -> Iterator[None]:
     watcher.start()
     try:
         yield
+    except Exception:
+        watcher.join(_UNTIL_DELETED_S)
+        raise
     finally:
         is_over.set()
         watcher.join()

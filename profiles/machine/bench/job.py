@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -105,9 +105,13 @@ def joined(*, patience_s: float) -> Iterator[Job]:
         yield Job(0, 1, device, None, device, patience, began)
         return
     rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
-    key = f"bench/{store.add(f'bench/turn/{rank}', 1)}/heart"
     device, group_device = timed_devices(str(dist.get_backend_config()))
-    with beating(store, key, rank):
+    with ExitStack() as stack:
+        try:
+            key = f"bench/{store.add(f'bench/turn/{rank}', 1)}/heart"
+            stack.enter_context(beating(store, key, rank))
+        except RuntimeError as error:  # torch's own: the store's host is gone
+            raise _broken(error, time.perf_counter() - began, None) from error
         group: dist.ProcessGroup | None = None
         try:
             group = dist.new_group(timeout=patience)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from engines.optional.async_updates.report import UpdateReport
+from engines.parallel import ParallelModel
 from profiles.errors import RankError
 from tests.engines.optional.async_updates.ranks import patience
 from tests.engines.optional.async_updates.test_servers import QUADRATIC, _targets, plain
@@ -40,9 +42,17 @@ def _lose(plan: str, lost: int, steps: int = 5, seconds: float = 20.0) -> Told:
             made += 1
     except RankError as error:
         said = str(error)
-    report = parallel.update_report
-    assert report is not None
+    # A worker whose gradients came late is past the steps that others made meanwhile: its end may
+    # come after their last step, and the server hears of it a little later.
+    until = time.monotonic() + (10.0 if dist.get_rank() == 0 and made == steps else 0.0)
+    while not (report := _report(parallel)).gone and time.monotonic() < until:
+        time.sleep(0.05)
     return made, said, report.gone, report.updates
+
+
+def _report(parallel: ParallelModel) -> UpdateReport:
+    assert parallel.update_report is not None
+    return parallel.update_report
 
 
 @pytest.mark.dist

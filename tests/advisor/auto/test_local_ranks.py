@@ -1,0 +1,33 @@
+"""Errors of ranks at the end of the command that started them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import sys, threading
+from pathlib import Path
+from advisor.auto.local_ranks import ended_with
+folder = Path(sys.argv[1])
+with ended_with(folder):
+    if sys.argv[2] == "over":
+        threading.Timer(0.2, folder.rmdir).start()
+    raise RuntimeError("connection reset by peer")
+"""
+
+
+@pytest.mark.parametrize(("command", "says"), [("over", False), ("running", True)])
+def test_a_rank_tells_an_error_unless_the_command_is_over(
+    tmp_path: Path, command: str, says: bool
+) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    rank = [sys.executable, "-c", RANK, str(folder), command]
+    run = subprocess.run(rank, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert ("connection reset by peer" in run.stderr) is says
+    assert bool(run.stderr) is says
