@@ -17,6 +17,7 @@ from engines.runtime.world import World
 from profiles.errors import ModelError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import leave_to_others, without_buffer_sync
+from profiles.torch_compat.checkpoint import within_one_backward
 
 
 def replicate(
@@ -157,15 +158,17 @@ def require_all_reduced(
 
 
 @contextmanager
-def explained_reduction() -> Iterator[None]:
-    """Around a forward: explain DDP's error about the backward before it.
+def reducible_forward() -> Iterator[None]:
+    """Around a forward: let its backward reduce each gradient once, whatever is checkpointed, and
+    explain DDP's error about the backward before it.
 
     Raises:
         ModelError: that backward did not reach every parameter, so that gradients were not
             exchanged.
     """
     try:
-        yield
+        with within_one_backward():
+            yield
     except RuntimeError as error:
         if "Expected to have finished reduction" not in str(error):
             raise

@@ -19,7 +19,7 @@ from engines.blocks.logits import whole_tensors
 from engines.blocks.recompute import explained_recompute
 from engines.context.context import Context
 from engines.data.batch_norm import explained_single_values
-from engines.data.ddp import exchanges_gradients_alone, explained_reduction, require_all_reduced
+from engines.data.ddp import exchanges_gradients_alone, reducible_forward, require_all_reduced
 from engines.data.finite import FiniteGuard, OnNonfinite
 from engines.data.fsdp import drop_unused, prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
@@ -243,7 +243,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         """Run the forward of a loss that is computed here: logits may stay sharded, or unmade."""
         try:
             with (
-                explained_reduction(),
+                reducible_forward(),
                 explained_single_values(),
                 self._rng.shared(),
                 autocast(self._world.device, self._autocast_to),

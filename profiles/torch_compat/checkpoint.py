@@ -13,17 +13,14 @@ from torch.utils import checkpoint as of_torch
 
 
 @contextmanager
-def checkpoints_only(where: Callable[[], bool]) -> Iterator[None]:
-    """Inside, `torch.utils.checkpoint.checkpoint` just calls its function unless `where()`.
+def within_one_backward() -> Iterator[None]:
+    """Inside, a reentrant `torch.utils.checkpoint.checkpoint` runs as one that is not.
 
-    A reentrant one runs as one that is not: inside of it a module's output has no gradient, which
-    a pipeline would not send then.
+    It begins a backward of its own within the backward: a parameter that is used in there and
+    elsewhere has its gradient twice, which DDP refuses, and a module's output has none in there,
+    which a pipeline would not send.
     """
-    generator = of_torch._checkpoint_without_reentrant_generator
     reentrant = of_torch.CheckpointFunction
-
-    def without_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
-        return generator(*args, **kwargs) if where() else _plain()
 
     class Reentrant:
         @staticmethod
@@ -35,9 +32,22 @@ def checkpoints_only(where: Callable[[], bool]) -> Iterator[None]:
             with torch.no_grad():  # it has no gradient, whatever it uses
                 return function(*args)
 
+    with mock.patch.object(of_torch, reentrant.__name__, Reentrant):
+        yield
+
+
+@contextmanager
+def checkpoints_only(where: Callable[[], bool]) -> Iterator[None]:
+    """Inside, `torch.utils.checkpoint.checkpoint` just calls its function unless `where()`, and a
+    reentrant one runs `within_one_backward`."""
+    generator = of_torch._checkpoint_without_reentrant_generator
+
+    def without_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
+        return generator(*args, **kwargs) if where() else _plain()
+
     with (
         mock.patch.object(of_torch, generator.__name__, without_reentrant),
-        mock.patch.object(of_torch, reentrant.__name__, Reentrant),
+        within_one_backward(),
     ):
         yield
 

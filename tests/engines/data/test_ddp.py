@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engines.data import ddp
 from profiles.errors import ModelError
@@ -52,10 +54,22 @@ class Depthwise(nn.Module):
         return logits
 
 
-def _depthwise() -> float:
+class NormTwice(nn.Module):
+    """A norm inside of a checkpoint of the older kind and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.head = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda y: y + self.inner(self.norm(y)), self.norm(x), use_reentrant=True)
+        logits: Tensor = self.head(x[:, -1])
+        return logits
+
+
+def _gradients_of(case: Case, plan: str) -> float:
     """Warnings are errors on the ranks."""
-    case = Case(Depthwise, CASES["resnet-group-norm"].batch)
-    reference, parallel = spread(case, "dp_replicate=2")
+    reference, parallel = spread(case, plan)
     batch = case.batch(4)
     for _ in range(2):
         reference.zero_grad()
@@ -67,7 +81,17 @@ def _depthwise() -> float:
 
 @pytest.mark.dist
 def test_strides_of_size_one_dimensions_cause_no_warning(pool: Pool) -> None:
-    assert max(pool.run(_depthwise, world_size=2)) < 1e-5
+    case = Case(Depthwise, CASES["resnet-group-norm"].batch)
+    assert max(pool.run(_gradients_of, case, "dp_replicate=2", world_size=2)) < 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_a_norm_inside_of_a_reentrant_checkpoint_and_outside_has_one_gradient(
+    pool: Pool, plan: str
+) -> None:
+    case = Case(NormTwice, CASES["lstm"].batch, F.cross_entropy)
+    assert max(pool.run(_gradients_of, case, plan, world_size=2)) < 1e-5
 
 
 def test_a_made_up_reduction_of_gpu_gradients_says_on_which_gpu_they_are(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from profiles.torch_compat.checkpoint import checkpoints_only
+from profiles.torch_compat.checkpoint import checkpoints_only, within_one_backward
 
 
 def runs(*, reentrant: bool, keeps: bool) -> tuple[int, Tensor]:
@@ -41,3 +41,14 @@ def test_an_error_passes_through_a_checkpoint_that_is_left_out() -> None:
 
     with checkpoints_only(lambda: False), pytest.raises(KeyError, match="mine"):
         checkpoint(fails, torch.ones(2), use_reentrant=False)
+
+
+def test_a_parameter_inside_of_a_checkpoint_and_outside_has_its_gradient_once() -> None:
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    handed = []
+    weight.register_post_accumulate_grad_hook(lambda of: handed.append(of.grad.clone()))
+    with within_one_backward():
+        out: Tensor = checkpoint(lambda x: x * weight, weight * 5.0, use_reentrant=True)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert len(handed) == 1
+    assert handed[0].tolist() == [20.0, 30.0]  # of 5 w^2
