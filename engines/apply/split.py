@@ -64,7 +64,11 @@ def split(build: Build) -> None:
     model, plan, mesh, world = build.model, build.plan, build.mesh, build.world
     if build.layers is not None:
         build.tensor = split_over(
-            model, build.layers.by_module, build.layers.partial, group=mesh.tp.group
+            model,
+            build.layers.by_module,
+            build.layers.partial,
+            group=mesh.tp.group,
+            lengths=build.pipeline.shares.lengths if build.pipeline is not None else None,
         )
     if plan.ep > 1:
         with all_ranks_succeed("sharding the experts over ep", timeout_s=world.timeout_s):

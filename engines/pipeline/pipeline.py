@@ -72,7 +72,7 @@ class Pipeline:
         self._axis = mesh.pp
         self._device = device
         self._loss_fn = loss_fn
-        self._shares = shares
+        self.shares = shares
         self._round = Round()
         self._recordings: dict[str, Recording] = {}
         self._ready: tuple[Recording, AnySchedule] | None = None
@@ -249,11 +249,12 @@ class Pipeline:
                     numerics=self._numerics,
                     mixed=self._mixed or torch.bfloat16,
                     cast=self._cast,
-                    shares=self._shares,
+                    shares=self.shares,
                 )
             while len(self._recordings) >= MOST_RECORDINGS:
                 del self._recordings[next(iter(self._recordings))]
             self._recordings[key] = recording
+        self.shares.begin(self._recordings[key])
         return self._recordings[key]
 
     def _key(self, piece: Batch) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from engines.pipeline.segments import unit_calls
+from engines.state.token_shares import note_length
 from profiles.capture.batch import Batch, call_model
 from profiles.capture.batch_tree import describe, map_batch
 from profiles.capture.fake_mode import FakeRunMode
 from profiles.capture.fake_tensors import stand_ins
 from profiles.capture.frames import model_line
 from profiles.capture.known_values import ArrayReads, KnownValues
-from profiles.errors import BatchError, ModelError
+from profiles.errors import ModelError
 from profiles.model.flow import Flow, Key, Terms
 from profiles.model.profile import Numerics
 from profiles.torch_compat import (
@@ -109,30 +110,34 @@ class RecordedCall:
 @dataclass(frozen=True, slots=True)
 class Shares:
     """Units whose first floating-point tensor is, on a rank, one of `size` equal parts along
-    `dim`: sequence parallelism."""
+    `dim`, padded: sequence parallelism.
+
+    Attributes:
+        lengths: of the whole by that of a part, in the forwards under way; see `begin`.
+    """
 
     units: frozenset[str] = frozenset()
     dim: int = 1
     size: int = 1
+    lengths: dict[int, int] = field(default_factory=dict)
 
-    def of(self, call: RecordedCall) -> RecordedCall:
-        """The call as a rank makes it.
+    def begin(self, recording: Recording) -> None:
+        """Set `lengths` for forwards that are as recorded."""
+        self.lengths.clear()
+        self.lengths.update(recording.lengths)
+
+    def of(self, call: RecordedCall, lengths: dict[int, int]) -> RecordedCall:
+        """The call as a rank makes it; the length of its whole is noted.
 
         Raises:
-            BatchError: there is no equal part for every rank.
+            BatchError: see `note_length`.
         """
         leaves = list(call.leaves)
         for number, leaf in enumerate(leaves if call.unit in self.units else ()):
             if not (isinstance(leaf, ReturnedTensor) and leaf.dtype.is_floating_point):
                 continue
             shape = list(leaf.shape)
-            shape[self.dim], left = divmod(shape[self.dim], self.size)
-            if left:
-                raise BatchError(
-                    f"`{call.unit}` has {leaf.shape[self.dim]} tokens, which cannot be split over"
-                    f" {self.size} ranks",
-                    hints=["pad the sequence, or set sequence_parallel=false"],
-                )
+            shape[self.dim] = note_length(lengths, shape[self.dim], self.size)
             stride = torch.empty(shape, device="meta").stride()
             leaves[number] = replace(leaf, shape=torch.Size(shape), stride=stride)
             break
@@ -141,9 +146,10 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The calls of one forward, in order."""
+    """The calls of one forward, in order, and the `lengths` of its `Shares`."""
 
     calls: tuple[RecordedCall, ...]
+    lengths: Mapping[int, int] = field(default_factory=dict)
 
     def made(self, key: Key) -> ReturnedTensor:
         """Layout of value `key` of the flow."""
@@ -252,7 +258,8 @@ def _recorded(
             where=f"{_first_difference(called, expected)}\nbatch: {describe(batch)}",
             hints=["a pipeline needs a forward that takes the same path for every batch"],
         )
-    return Recording(tuple(map(shares.of, calls)))
+    lengths: dict[int, int] = {}
+    return Recording(tuple(shares.of(call, lengths) for call in calls), lengths)
 
 
 @contextmanager

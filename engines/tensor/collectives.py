@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.state.slices import Slice, share
-from profiles.errors import BatchError
+from engines.state.token_shares import note_length, padded
 from profiles.torch_compat import all_gather_single, reduce_scatter_single
 
 SEQUENCE = Slice(1)
@@ -42,6 +42,10 @@ class Collectives(Protocol):
         """This rank's tokens; the gradient is gathered from all ranks."""
         ...
 
+    def gather_tokens(self, part: Tensor) -> Tensor:
+        """All tokens; a rank's gradient is its part of the whole one."""
+        ...
+
     def join_tokens(self, part: Tensor) -> Tensor:
         """All tokens, in place of a `copy`: gradients of all ranks are summed."""
         ...
@@ -52,12 +56,28 @@ class Collectives(Protocol):
 
 
 class GroupCollectives:
-    """Collectives among the ranks of a process group."""
+    """Collectives among the ranks of a process group.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    Shares of tokens are equal. A sequence that the ranks do not divide is padded: its last token is
+    repeated, which no code finds odd, and the copies are taken off where tokens are gathered, so
+    that they have no gradient.
+
+    Args:
+        lengths: of whole sequences by the length of a share, where others keep them; else they are
+            those of the forward.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, lengths: dict[int, int] | None = None
+    ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._lengths = {} if lengths is None else lengths
+
+    def begin_forward(self) -> None:
+        """Forget the sequences of the forward before."""
+        self._lengths.clear()
 
     def copy(self, whole: Tensor) -> Tensor:
         return _apply(_Copy, whole, self.group)
@@ -69,29 +89,29 @@ class GroupCollectives:
         return _apply(_Gather, part, cut, length, self)
 
     def split_tokens(self, whole: Tensor) -> Tensor:
-        require_equal_tokens(whole, self.size)
-        return _apply(_SplitTokens, whole, self)
+        return _apply(_SplitTokens, self._padded(whole), self)
+
+    def gather_tokens(self, part: Tensor) -> Tensor:
+        every = self.gather(part, SEQUENCE, length=part.shape[1] * self.size)
+        return self._without_padding(every, part)
 
     def join_tokens(self, part: Tensor) -> Tensor:
-        return _apply(_JoinTokens, part, self)
+        return self._without_padding(_apply(_JoinTokens, part, self), part)
 
     def reduce_tokens(self, partial: Tensor) -> Tensor:
-        require_equal_tokens(partial, self.size)
-        return _apply(_ReduceTokens, partial, self)
+        return _apply(_ReduceTokens, self._padded(partial), self)
 
+    def _padded(self, whole: Tensor) -> Tensor:
+        """
+        Raises:
+            BatchError: see `note_length`.
+        """
+        note_length(self._lengths, whole.shape[1], self.size)
+        return padded(whole, self.size)
 
-def require_equal_tokens(whole: Tensor, size: int) -> None:
-    """Raises:
-    BatchError: the sequence has no equal share for every rank.
-    """
-    tokens = whole.shape[1] if whole.dim() > 1 else 0
-    if not tokens or tokens % size:
-        raise BatchError(
-            f"a sequence of {tokens} tokens cannot be split over {size} ranks",
-            hints=[
-                f"pad it to {-(-tokens // size) * size}, or set sequence_parallel=false",
-            ],
-        )
+    def _without_padding(self, every: Tensor, part: Tensor) -> Tensor:
+        tokens = self._lengths.get(part.shape[1], every.shape[1])
+        return every if tokens == every.shape[1] else every[:, :tokens].contiguous()
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from engines.tensor.collectives import SEQUENCE, Collectives
+from engines.tensor.collectives import Collectives
 from engines.tensor.styles import Kind
 from profiles.torch_compat import flatten, unflatten
 
@@ -35,10 +35,7 @@ def exchange_tokens(
         return _with_hidden_values(change, (args, kwargs))
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        return _with_hidden_values(whole, output)
-
-    def whole(part: Tensor) -> Tensor:
-        return collectives.gather(part, SEQUENCE, length=part.shape[1] * collectives.size)
+        return _with_hidden_values(collectives.gather_tokens, output)
 
     if kind is Kind.EXIT:
         module.register_forward_hook(leave)

@@ -52,13 +52,18 @@ def split_over(
     partial: Iterable[str],
     *,
     group: dist.ProcessGroup | None,
+    lengths: dict[int, int] | None = None,
 ) -> TensorSplit:
     """`split` among the ranks of a process group.
 
     Args:
         styles, partial: of a `SplitProof`; nothing is proved here.
+        lengths: see `GroupCollectives`; a pipeline's stage has shares of sequences that an earlier
+            one split.
     """
-    ranks = GroupCollectives(group)
+    ranks = GroupCollectives(group, lengths=lengths)
+    if lengths is None:
+        model.register_forward_pre_hook(lambda *_: ranks.begin_forward())
     cuts = split(model, styles, ranks)
     return TensorSplit(cuts, frozenset(partial), group, ranks.rank, ranks.size)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.tensor.collectives import require_equal_tokens
+from engines.state.token_shares import require_tokens
 from engines.tensor.sequence_parallel import hidden_values
 from engines.tensor.styles import Kind, Style, ordered
 from engines.tensor.token_rules import SPLIT
@@ -34,7 +34,7 @@ def with_borders(
     theirs, and each is called once. Where the forward depends on values, all blocks have both.
 
     Raises:
-        BatchError: a sequence of the sample has no equal share for every rank.
+        BatchError: a sequence of the sample has no token for every rank.
     """
     blocks = [path for path, each in styles.items() if SPLIT in each]
     if not blocks:
@@ -66,7 +66,7 @@ def _borders(
     except (RuntimeError, ValueError, IndexError, AssertionError, AdvisorError):
         return {path: tuple(Style(kind=kind) for kind in _BORDERS) for path in blocks}
     for hidden in follow.hidden:
-        require_equal_tokens(hidden, size)
+        require_tokens(hidden, size)
     return follow.borders()
 
 

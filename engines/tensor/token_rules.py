@@ -33,7 +33,7 @@ def split_tokens(model: ModelProfile, pairs: Pairs, tp: int) -> Pairs:
     """The split of layers `pairs`, with the styles of sequence parallelism for the blocks that can
     have them.
 
-    Those are blocks of which all split layers are columns and rows, on equal shares of the tokens.
+    Those are blocks of which all split layers are columns and rows, on shares of the tokens.
     """
     if splits_tokens(pairs):
         return pairs
@@ -80,7 +80,7 @@ def join_places(pair: Pair) -> tuple[str, ...]:
 
 def _joined(model: ModelProfile, unit: UnitProfile, pairs: Pairs, tp: int) -> list[str] | None:
     """Modules of a block that take whole sequences; None if it cannot be split by tokens."""
-    if not unit.is_block or unit.experts or _why_unequal(model, unit.name, tp):
+    if not unit.is_block or unit.experts or _why_no_shares(model, unit.name, tp):
         return None
     if not pairs_take_one_tensor(model, unit.name):
         return None
@@ -115,7 +115,7 @@ def pairs_take_one_tensor(model: ModelProfile, unit: str) -> bool:
 def why_whole_tokens(model: ModelProfile, tp: int) -> str:
     """The reason why no block of a model is split by tokens over `tp` ranks."""
     blocks = [unit for unit in split_units(model) if unit.is_block]
-    reasons = [_why_unequal(model, unit.name, tp) for unit in blocks]
+    reasons = [_why_no_shares(model, unit.name, tp) for unit in blocks]
     if blocks and all(unit.experts for unit in blocks):
         return f"the blocks of {model.name} have experts, which are not split by tokens"
     if blocks and all(reasons):
@@ -123,8 +123,8 @@ def why_whole_tokens(model: ModelProfile, tp: int) -> str:
     return f"no block of {model.name} has all its split layers in pairs of columns and rows"
 
 
-def _why_unequal(model: ModelProfile, unit: str, tp: int) -> str:
-    """The reason why the tokens of a block have no equal shares; empty if they have."""
+def _why_no_shares(model: ModelProfile, unit: str, tp: int) -> str:
+    """The reason why the tokens of a block have no shares; empty if they have."""
     call, tokens = model.flow.first_call(unit), model.tokens_per_sample
     if call is not None:
         hidden = hidden_value(model.flow, call)
@@ -132,8 +132,8 @@ def _why_unequal(model: ModelProfile, unit: str, tp: int) -> str:
         if len(shape) != _HIDDEN_RANK:
             return f"`{unit}` returns no hidden values of (rows, tokens, features)"
         tokens = shape[1]
-    if not tokens or tokens % tp:
-        return f"{tokens} tokens have no equal shares for {tp} ranks"
+    if (tokens or 0) < tp:
+        return f"{tokens} tokens have no share for each of {tp} ranks"
     return ""
 
 

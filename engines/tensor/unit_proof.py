@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from engines.state.slices import Slice
-from engines.tensor.collectives import SEQUENCE, require_equal_tokens
+from engines.state.token_shares import padded, require_tokens
+from engines.tensor.collectives import SEQUENCE
 from engines.tensor.split import split
 from engines.tensor.styles import Kind, Style
 from engines.tensor.unit_copy import SEED, UnitCopy, first_line
@@ -151,6 +152,9 @@ class _Record:
     def split_tokens(self, whole: Tensor) -> Tensor:
         return self.copy(whole)
 
+    def gather_tokens(self, part: Tensor) -> Tensor:
+        return self.gather(part, SEQUENCE, length=part.shape[1])
+
     def join_tokens(self, part: Tensor) -> Tensor:
         return self.copy(part)
 
@@ -202,35 +206,54 @@ class _SimulatedRank:
 
     def split_tokens(self, whole: Tensor) -> Tensor:
         event = self._take()
-        require_equal_tokens(whole, self.size)
+        require_tokens(whole, self.size)
         if not _close(whole, event.value):
             raise _UnitDiffers("an input that should be whole is not")
         return _through(
             whole, self._mine(whole), lambda g: event.contribute_gradient(self._placed(g, whole))
         )
 
+    def gather_tokens(self, part: Tensor) -> Tensor:
+        event = self._take()
+        if not _close(part, self._mine(event.value)):
+            raise _UnitDiffers("an output is not a part of the whole output")
+        return _through(part, event.value, self._gradient_of_mine)
+
     def join_tokens(self, part: Tensor) -> Tensor:
         event = self._take()
         if not _close(part, self._mine(event.value)):
             raise _UnitDiffers("tokens that are joined are not a part of the whole sequence")
-        return _through(part, event.value, lambda g: self._mine(event.contribute_gradient(g)))
+        return _through(
+            part, event.value, lambda g: self._gradient_of_mine(event.contribute_gradient(g))
+        )
 
     def reduce_tokens(self, partial: Tensor) -> Tensor:
         event = self._take()
-        require_equal_tokens(partial, self.size)
+        require_tokens(partial, self.size)
         mine = self._mine(event.contribute(partial.detach()))
         return _through(
             partial, mine, lambda g: event.contribute_gradient(self._placed(g, partial))
         )
 
     def _mine(self, whole: Tensor) -> Tensor:
-        return SEQUENCE.part(whole, rank=self.rank, size=self.size)
+        return SEQUENCE.part(padded(whole, self.size), rank=self.rank, size=self.size)
+
+    def _gradient_of_mine(self, whole: Tensor) -> Tensor:
+        """This rank's part of a gradient; repeated tokens have none."""
+        mine = self._mine(whole).clone()
+        repeated = (self.rank + 1) * mine.shape[1] - whole.shape[1]
+        if repeated > 0:
+            mine[:, -repeated:] = 0
+        return mine
 
     def _placed(self, part: Tensor, whole: Tensor) -> Tensor:
-        """`part` at its place, zeros elsewhere."""
-        placed = torch.zeros_like(whole)
-        self._mine(placed).copy_(part)
-        return placed
+        """`part`, a gradient, at its place, zeros elsewhere; that of repeated tokens is the last
+        one's."""
+        placed = torch.zeros_like(padded(whole, self.size))
+        SEQUENCE.part(placed, rank=self.rank, size=self.size).copy_(part)
+        own = placed[:, : whole.shape[1]]
+        own[:, -1] += placed[:, whole.shape[1] :].sum(1)
+        return own
 
     def require_end(self) -> None:
         if next(self._events, None) is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,21 +18,35 @@ from engines.tensor.proposal import Proposal, propose_styles
 from engines.tensor.rules import proposed_styles
 from engines.tensor.split_proof import prove_split
 from engines.tensor.token_rules import split_tokens
+from profiles.capture.batch import call_model, loss_of
 from profiles.capture.capture import capture
 from profiles.errors import BatchError, PlanError
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
-from tests.matrix.architectures import architecture_of
-from tests.matrix.cell import TOLERANCE, difference
+from tests.matrix.architectures import Architecture, architecture_of
+from tests.matrix.cell import TOLERANCE, Find, difference
 from tests.workers import Pool
 
 pytest.importorskip("transformers")
 
 
+@dataclass(frozen=True)
+class Shortened:
+    """Architectures whose batches are cut to so many tokens."""
+
+    tokens: int
+
+    def __call__(self, name: str) -> Architecture:
+        architecture = architecture_of(name)
+        assert isinstance(architecture.batch, Mapping)
+        batch = {key: ids[:, : self.tokens].clone() for key, ids in architecture.batch.items()}
+        return replace(architecture, batch=batch)
+
+
 @functools.lru_cache
-def looked_at(name: str, size: int) -> tuple[ModelProfile, Proposal]:
+def looked_at(name: str, size: int, find: Find = architecture_of) -> tuple[ModelProfile, Proposal]:
     """A model's profile, and its split by features and tokens as it is proved."""
-    architecture = architecture_of(name)
+    architecture = find(name)
     torch.manual_seed(0)
     model, has_target = architecture.build(), architecture.loss_fn is not None
     profile = capture(model, architecture.batch, loss_fn=architecture.loss_fn, name=name)
@@ -125,15 +141,15 @@ def test_hidden_values_that_other_code_takes_too_are_gathered() -> None:
         prove_split(model, sample, wrong, size=2, profile=profile, has_target=False)
 
 
-def test_tokens_without_equal_shares_stay_whole() -> None:
-    model, sample, profile = of_watched(9)
-    proposal = propose_styles(model, sample, size=2, profile=profile, by_tokens=True)
+def test_fewer_tokens_than_ranks_stay_whole() -> None:
+    model, sample, profile = of_watched(3)
+    proposal = propose_styles(model, sample, size=4, profile=profile, by_tokens=True)
     assert "sequence" not in dict(proposal.styles).values()
-    assert any("9 tokens cannot be split over 2 ranks" in note.why for note in proposal.notes)
-    assert split_tokens(profile, proposal.styles, 2) == proposal.styles
-    words = "tp=2 sequence_parallel=true tensor_styles=blocks.*.up:column,blocks.*.down:row"
-    (problem,) = problems(Plan.parse(words), profile, cpu_ranks(2))
-    assert problem.what == "sequence_parallel=true, and 9 tokens have no equal shares for 2 ranks"
+    assert any("3 tokens cannot be split over 4 ranks" in note.why for note in proposal.notes)
+    assert split_tokens(profile, proposal.styles, 4) == proposal.styles
+    words = "tp=4 sequence_parallel=true tensor_styles=blocks.*.up:column,blocks.*.down:row"
+    (problem,) = problems(Plan.parse(words), profile, cpu_ranks(4))
+    assert problem.what == "sequence_parallel=true, and 3 tokens have no share for each of 4 ranks"
 
 
 @pytest.mark.parametrize(
@@ -148,35 +164,111 @@ def test_the_setting_and_the_styles_go_together(text: str, rule: str) -> None:
     assert rule in [problem.rule for problem in problems(Plan.parse(text), profile, cpu_ranks(2))]
 
 
-def of_uneven_batch(name: str, plan: Plan, profile: ModelProfile) -> str:
-    """The error of a step on sequences of 15 tokens."""
+UNEVEN = [
+    ("GPT-2", "tp=4", 13),
+    ("Llama", "tp=4 recompute=full", 5),
+    ("BERT", "tp=2 dp_replicate=2 zero=1", 15),
+    ("Llama", "tp=2 pp=2 schedule=1f1b microbatches=2 stages=model.layers.2", 15),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "text", "tokens"), UNEVEN)
+def test_sequences_that_the_ranks_do_not_divide_are_split_too(
+    pool: Pool, name: str, text: str, tokens: int
+) -> None:
+    plan, find = Plan.parse(f"{text} sequence_parallel=true"), Shortened(tokens)
+    profile, proposal = looked_at(name, plan.tp, find)
+    assert "sequence" in dict(proposal.styles).values()
+    plan = plan.model_copy(update={"tensor_styles": proposal.styles})
+    for result in pool.run(difference, name, plan, profile, find, world_size=plan.world_size):
+        assert result.loss < TOLERANCE
+        assert result.gradient < TOLERANCE, result.worst_gradient
+
+
+def losses_of_lengths(
+    name: str, plan: Plan, profile: ModelProfile, lengths: Sequence[int]
+) -> tuple[list[float], list[float]]:
+    """Losses of steps on batches of these numbers of tokens, under the plan and in one process."""
     architecture = architecture_of(name)
+    torch.manual_seed(0)
+    model = architecture.build()
+    alone = copy.deepcopy(model)
     parallel = apply_plan(
-        architecture.build(),
+        model,
         plan,
         profile=profile,
         cluster=cpu_ranks(plan.world_size),
         sample=architecture.batch,
+        optimizer=sgd,
     )
-    assert isinstance(architecture.batch, Mapping)
-    with pytest.raises(BatchError) as caught:
-        parallel.train_step({key: ids[:, :15] for key, ids in architecture.batch.items()})
-    return caught.value.what
+    optimizer = sgd(alone.parameters())
+    got, wanted = [], []
+    for tokens in lengths:
+        batch = Shortened(tokens)(name).batch
+        got.append(float(parallel.train_step(batch)))
+        loss = loss_of(call_model(alone, batch, has_target=False), batch, None)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    return got, wanted
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("tp=2", "a sequence of 15 tokens cannot be split over 2 ranks"),
-        ("tp=2 pp=2 schedule=1f1b microbatches=2 stages=model.layers.2", "has 15 tokens"),
-    ],
+    "text", ["tp=2", "tp=2 pp=2 schedule=gpipe microbatches=2 stages=model.layers.2"]
 )
-def test_a_batch_without_equal_shares_is_refused_on_every_rank(
-    pool: Pool, text: str, error: str
-) -> None:
+def test_a_batch_may_have_any_length(pool: Pool, text: str) -> None:
     profile, proposal = looked_at("Llama", 2)
     plan = Plan.parse(f"{text} sequence_parallel=true")
     plan = plan.model_copy(update={"tensor_styles": proposal.styles})
-    for said in pool.run(of_uneven_batch, "Llama", plan, profile, world_size=plan.world_size):
-        assert error in said
+    lengths = (16, 15, 16, 13, 14, 7, 2)
+    for got, wanted in pool.run(
+        losses_of_lengths, "Llama", plan, profile, lengths, world_size=plan.world_size
+    ):
+        assert got == pytest.approx(wanted, rel=1e-5)
+
+
+class TwoLengths(nn.Module):
+    """Two streams of tokens, through blocks of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Perceptron() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        means: Tensor = self.blocks[0](x).mean(1) + self.blocks[1](y).mean(1)
+        return means
+
+
+def shares_of_one_length(tokens: int) -> str:
+    torch.manual_seed(0)
+    model, sample = TwoLengths(), (torch.randn(2, 14, 16), torch.randn(2, 8, 16))
+    profile = capture(model, sample)
+    proposal = propose_styles(model, sample, size=2, profile=profile, by_tokens=True)
+    plan = Plan.parse("tp=2 sequence_parallel=true")
+    parallel = apply_plan(
+        model,
+        plan.model_copy(update={"tensor_styles": proposal.styles}),
+        profile=profile,
+        cluster=cpu_ranks(2),
+        sample=sample,
+    )
+    parallel(*sample)
+    try:
+        parallel(sample[0], torch.randn(2, tokens, 16))
+    except BatchError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.dist
+def test_two_lengths_whose_shares_are_one_are_refused(pool: Pool) -> None:
+    assert set(pool.run(shares_of_one_length, 9, world_size=2)) == {""}
+    for said in pool.run(shares_of_one_length, 13, world_size=2):
+        assert "14 and of 13 tokens cannot both be split over 2 ranks" in said

@@ -38,7 +38,7 @@ class Alone:
     def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
         raise NotImplementedError
 
-    split_tokens = join_tokens = reduce_tokens = reduce
+    split_tokens = gather_tokens = join_tokens = reduce_tokens = reduce
 
 
 class End(BaseException):
