@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from engines.data.hidden_outputs import close_output, open_output
 from engines.data.replicas import local_part
@@ -45,6 +47,7 @@ from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_view, map_tensors
 from profiles.torch_compat.fsdp import (
     forget_step_underway,
+    note_used,
     reduce_at_end,
     reduce_now,
     reduce_unused_parameters,
@@ -122,6 +125,9 @@ def shard(
     cut(model, profile.name, keeps=True, ignored=others | whole, output_dtype=output_dtype)
     assert isinstance(model, FSDPModule)
     reduce_unused_parameters(model)
+    if profile.path_varies:
+        _USED[model] = set()
+        note_used(model, _USED[model].add)
     return model
 
 
@@ -235,25 +241,34 @@ def drop_unused(root: FSDPModule, profile: ModelProfile) -> None:
     require_reduced(root)
     assert isinstance(root, nn.Module)
     trained = {name: p for name, p in root.named_parameters() if p.requires_grad}
-    names = list(trained if profile.path_varies else profile.unused)
-    gradients = [trained[name].grad for name in names]
-    if not names:
-        return
-    used = torch.stack(
-        [torch.tensor(False) if g is None else local_part(g).any().cpu() for g in gradients]
-    ).int()
-    if profile.path_varies and dist.get_world_size() > 1:
-        device = next(iter(trained.values())).device
-        used = used.to(device)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    for name, is_used in zip(names, used.tolist(), strict=True):
-        if not is_used:
-            trained[name].grad = None
+    unused = [p for p in map(trained.__getitem__, profile.unused) if not _has_gradient(p)]
+    if root in _USED:
+        noted, parameters = _USED[root], list(trained.values())
+        used = torch.tensor(
+            [p in noted or (not isinstance(p, DTensor) and _has_gradient(p)) for p in parameters]
+        ).int()
+        if dist.get_world_size() > 1:
+            used = used.to(parameters[0].device)
+            dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        unused = [p for p, is_used in zip(parameters, used.tolist(), strict=True) if not is_used]
+        noted.clear()
+    for parameter in unused:
+        parameter.grad = None
+
+
+_USED: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = WeakKeyDictionary()
+"""Shards with a gradient in the step under way, of models whose path varies."""
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    """True if it is not zero."""
+    return parameter.grad is not None and bool(local_part(parameter.grad).any())
 
 
 def start_over(model: nn.Module, plan: Plan) -> None:
     """Reset after a failed step, so that the next one starts clean."""
     if isinstance(model, FSDPModule):
+        _USED.get(model, set()).clear()
         forget_step_underway(model)
         prepare_backward(model, plan, last=True)
         release(model)

@@ -429,7 +429,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             partial = filter(self._layout.holds, sorted(split.partial))
             sum_gradients(map(self.module.get_parameter, partial), self._mesh.tp.group)
         if pipeline is not None:
-            pipeline.sum_ties()
+            pipeline.finish_gradients()
         self.loss_scaler.unscale()
 
     def _backward_mode(self, last: bool) -> AbstractContextManager[None]:

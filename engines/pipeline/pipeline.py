@@ -65,6 +65,7 @@ class Pipeline:
         self._hooks = UserHooks(model, {call.unit for call in flow.calls if is_unit(call)})
         self._plan = plan
         self._flow = flow
+        self._unused = profile.unused
         self._numerics = numerics
         self._mixed = mixed
         self._cast = [unit.name for unit in profile.shard_units()]
@@ -144,9 +145,17 @@ class Pipeline:
                     total += loss.detach().reshape(())
         return total
 
-    def sum_ties(self) -> None:
-        """Give every copy of a parameter the sum of the gradients of all copies."""
+    def finish_gradients(self) -> None:
+        """Give every copy of a parameter the sum of the gradients of all copies.
+
+        Parameters that no loss depends on have none, and optimizers skip them: their stage was sent
+        zeros, where the next one has no use for what it made.
+        """
         sum_ties(self._ties, self._model)
+        for name in self._unused:
+            parameter = self._model.get_parameter(name)
+            if parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
 
     def evaluate(self, pieces: Sequence[Batch], weights: Sequence[Tensor]) -> Tensor:
         """The losses alone, as `forward_backward` returns them."""

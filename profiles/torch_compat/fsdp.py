@@ -22,6 +22,13 @@ def reduce_unused_parameters(root: FSDPModule) -> None:
         group.post_backward = functools.partial(_with_zeros, group, group.post_backward)
 
 
+def note_used(root: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
+    """Call `used` with the shard of each parameter that has a gradient on this rank, before zeros
+    are reduced for the others."""
+    for _, group in _groups(root):
+        group.post_backward = functools.partial(_noting, group, group.post_backward, used)
+
+
 def reduce_now(root: FSDPModule) -> None:
     """Reduce the gradients that backwards without synchronisation left whole, and end the step as
     a backward does. (What `PipelineStage.perform_reduce_grad` does for a stage that is one.)
@@ -125,8 +132,7 @@ def unreduced(root: FSDPModule) -> list[str]:
         str(parameter._param_fqn)
         for _, group in _groups(root)
         for parameter in group.fsdp_params
-        if getattr(parameter, "unsharded_accumulated_grad", None) is not None
-        or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
+        if _has_whole_gradient(parameter)
     ]
 
 
@@ -143,6 +149,24 @@ def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     groups = [state._fsdp_param_group] if groups is None else groups
     return [group for group in groups if group is not None]
+
+
+def _noting(
+    group: Any,
+    post_backward: Callable[..., None],
+    used: Callable[[nn.Parameter], None],
+    *args: object,
+) -> None:
+    for parameter in group.fsdp_params:
+        if _has_whole_gradient(parameter):
+            used(parameter.sharded_param)
+    post_backward(*args)
+
+
+def _has_whole_gradient(parameter: Any) -> bool:
+    whole = getattr(parameter, "_unsharded_param", None)
+    accumulated = getattr(parameter, "unsharded_accumulated_grad", None)  # torch < 2.15
+    return accumulated is not None or getattr(whole, "grad", None) is not None
 
 
 def _with_zeros(group: Any, post_backward: Callable[[], None], *_: object) -> None:

@@ -235,6 +235,18 @@ class Reentrant(TinyGPT):
         return logits
 
 
+class EarlyFeatures(TinyGPT):
+    """The hidden values of the first block are read; those of later ones are made for nothing."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position[: ids.shape[1]]
+        first = x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(first))
+        return logits
+
+
 class Exits(TinyGPT):
     """A head after the first block too: its logits are in the loss, and nothing else takes them."""
 
@@ -313,6 +325,7 @@ WIRINGS = {
     "handed-through": Case(HandedThrough, _images),
     "checkpointed": Case(Checkpointed, _tokens, token_loss),
     "reentrant": Case(Reentrant, _tokens, token_loss),
+    "early-features": Case(EarlyFeatures, _tokens, token_loss),
     "exits": Case(Exits, _tokens, _exits_loss),
 }
 """What is awkward about these is what crosses a cut of them."""

@@ -5,7 +5,8 @@ Errors are relative, as `engines.parallel.parity` defines them.
 Each rank compares whole gradients, gathered from the ranks that hold them. One process takes the
 same microbatches one after another, as gradient accumulation does: a loss over pairs of rows
 (CLIP's contrastive one) is another one for the whole batch, and sums over more rows at once are
-rounded otherwise by more than 1e-5 where much cancels (the bias of a convolution).
+rounded otherwise by more than 1e-5 where much cancels (the bias of a convolution). Their losses are
+averaged; added up, where the loss of the whole batch is their sum.
 
 Experts are chosen by the largest scores of a router. Scores of equal size up to rounding could go
 either way under another batch shape; random weights in fp32 leave them far enough apart.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -91,11 +93,17 @@ def _built(name: str, find: Find) -> nn.Module:
 def _reference(name: str, pieces: int, find: Find) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients on one process; kept for the plans of one architecture."""
     architecture = find(name)
-    model, total = copy.deepcopy(_built(name, find)), 0.0
+    model = copy.deepcopy(_built(name, find))
+    losses = []
     for piece in split_rows(architecture.batch, split_rows_evenly(_rows(architecture), pieces)):
         output = call_model(model, piece, has_target=architecture.loss_fn is not None)
-        loss = loss_of(output, piece, architecture.loss_fn) / pieces
+        loss = loss_of(output, piece, architecture.loss_fn)
         loss.backward()
-        total += loss.item()
-    results = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return total, results
+        losses.append(loss.item())
+    with torch.no_grad():
+        output = call_model(model, architecture.batch, has_target=architecture.loss_fn is not None)
+        whole = loss_of(output, architecture.batch, architecture.loss_fn).item()
+    is_sum = math.isclose(whole, sum(losses), rel_tol=1e-4)
+    share = 1.0 if is_sum else 1 / pieces
+    gradients = {n: p.grad * share for n, p in model.named_parameters() if p.grad is not None}
+    return sum(losses) * share, gradients

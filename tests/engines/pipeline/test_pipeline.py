@@ -115,6 +115,11 @@ def test_gradients_reach_the_modules_of_reentrant_checkpoints(pool: Pool, border
     check(pool, "reentrant", f"pp=2 schedule=1f1b microbatches=2 stages={border}")
 
 
+@pytest.mark.parametrize("border", ["blocks.1", "blocks.2", "norm"])
+def test_layers_that_no_loss_depends_on_have_no_gradient(pool: Pool, border: str) -> None:
+    check(pool, "early-features", f"pp=2 schedule=1f1b microbatches=2 stages={border}")
+
+
 def test_a_model_that_returns_its_loss(pool: Pool) -> None:
     check(pool, "loss-inside", "pp=2 schedule=1f1b microbatches=2 stages=gpt.blocks.1")
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from profiles.torch_compat.fsdp import (
     forget_step_underway,
+    note_used,
     reduce_now,
     reduce_unused_parameters,
     watch_reductions,
@@ -114,3 +115,20 @@ def _watched() -> list[list[float]]:
 @pytest.mark.dist
 def test_watched_reductions_are_still_done(pool: Pool) -> None:
     assert pool.run(_watched, world_size=2) == [[[1.0] * 4, [1.5]], [[2.0] * 4, [1.5]]]
+
+
+def _noted_where_gradients_are_zero() -> tuple[int, list[float]]:
+    """Uses of this rank's layer, whose weight has a gradient of zeros."""
+    root, used = fully_shard(Forked()), list[nn.Parameter]()
+    reduce_unused_parameters(root)
+    note_used(root, used.append)
+    root(torch.zeros(1, 2)).backward()
+    own = {id(p) for p in root.ways[dist.get_rank()].parameters()}  # type: ignore[union-attr]
+    return sum(id(p) in own for p in used), _gradients(root)
+
+
+@pytest.mark.dist
+def test_a_gradient_of_zeros_is_one(pool: Pool) -> None:
+    for used, gradients in pool.run(_noted_where_gradients_are_zero, world_size=2):
+        assert used == 2
+        assert gradients == [0.0, 0.5, 0.0, 0.5]  # of weights and biases
