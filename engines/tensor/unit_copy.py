@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ SEED = 20
 TOKENS = 64  # of a sequence: a layer is split right for few as for many
 LARGE = 2**26  # parameters from which on a copy in float64 would be felt in memory
 _OWN_NUMBER = ("layer_idx", "layer_id", "block_idx", "index")
+
+
+class Masks(Enum):
+    """Made-up values of arguments that need no gradient; others are random numbers."""
+
+    ONES = "whole numbers and booleans are 1"
+    ZEROS = "whole numbers and booleans are 0"
+    MIXED = "whole numbers and booleans are 0 or 1, and half of other numbers are 0"
+    ALL_ONES = "all are 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +133,8 @@ def unit_kinds(
 
 
 def copy_unit(model: nn.Module, kind: UnitKind) -> UnitCopy:
-    """Copy the first unit of a kind with random numbers on which it runs and stays finite.
+    """Copy the first unit of a kind with random numbers on which it runs and stays finite, and on
+    which as many of its parameters as can be have a gradient: a mask may hide what others show.
 
     Raises:
         ModelError: there are none, or the arguments of its call cannot be copied.
@@ -134,21 +145,42 @@ def copy_unit(model: nn.Module, kind: UnitKind) -> UnitCopy:
     original = model.get_submodule(paths[0])
     is_large = sum(parameter.numel() for parameter in original.parameters()) > LARGE
     why_not = ""
-    # Code may cast to float32 by name; a mask may hide where it is true, or where it is false.
+    # Code may cast to float32 by name.
     for dtype in [torch.float32] if is_large else [torch.float64, torch.float32]:
-        for whole_number in (1, 0):
+        best: tuple[int, UnitCopy] | None = None
+        for masks in Masks:
             try:
-                made = _made_up(original, paths, call, dtype, whole_number)
-                args, kwargs, _ = made.inputs()
-                with torch.no_grad():
-                    outputs = made.outputs(made.fresh()(*args, **kwargs))
+                made = _made_up(original, paths, call, dtype, masks)
+                outputs, reached, least = _tried(made)
             except Exception as error:  # the unit's own code, on numbers it was not made for
                 why_not = first_line(error)
                 continue
-            if all(is_fake(t) or t.isfinite().all() for t in outputs):
-                return made
-            why_not = "it makes numbers that are not finite"
+            if not all(is_fake(t) or t.isfinite().all() for t in outputs):
+                why_not = "it makes numbers that are not finite"
+                continue
+            if best is None or reached > best[0]:
+                best = reached, made
+            if reached >= least:
+                break
+        if best is not None:
+            return best[1]
     raise _untried(paths[0], why_not)
+
+
+def _tried(made: UnitCopy) -> tuple[list[Tensor], int, int]:
+    """Outputs of a copy; the number of parameters with a gradient that is not zero, and the number
+    from which on other masks show no more."""
+    unit = made.fresh()
+    args, kwargs, _ = made.inputs()
+    others = [t for t in tensors_in((args, kwargs)) if not t.requires_grad]
+    if not others or any(map(is_fake, others)):
+        with torch.no_grad():
+            return made.outputs(unit(*args, **kwargs)), 0, 0
+    outputs = made.outputs(unit(*args, **kwargs))
+    ends = [t for t in outputs if t.requires_grad]
+    torch.autograd.backward(ends, [torch.linspace(1, 2, t.numel()).to(t).view_as(t) for t in ends])
+    gradients = [p.grad.to_dense() for p in unit.parameters() if p.grad is not None]
+    return [t.detach() for t in outputs], sum(bool(g.any()) for g in gradients), len(gradients)
 
 
 def _untried(path: str, why_not: str) -> ModelError:
@@ -168,7 +200,7 @@ def _made_up(
     paths: tuple[str, ...],
     call: UnitArguments,
     dtype: torch.dtype,
-    whole_number: int,
+    masks: Masks,
 ) -> UnitCopy:
     generator = torch.Generator().manual_seed(SEED)
 
@@ -177,10 +209,17 @@ def _made_up(
 
     def argument(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
-            made = torch.full(tensor.shape, whole_number, dtype=tensor.dtype)
-            return made if is_fake(tensor) else tensor.cpu()
+            filled = torch.full(tensor.shape, masks is not Masks.ZEROS)
+            made = chance(tensor.shape) if masks is Masks.MIXED else filled
+            return made.to(tensor.dtype) if is_fake(tensor) else tensor.cpu()
         value = noise(tensor.shape) if is_fake(tensor) else tensor.detach().to("cpu", dtype)
+        if is_fake(tensor) and not tensor.requires_grad:
+            value *= chance(tensor.shape) if masks is Masks.MIXED else 1
+            value = torch.ones_like(value) if masks is Masks.ALL_ONES else value
         return value.clone().requires_grad_(tensor.requires_grad)
+
+    def chance(shape: torch.Size) -> Tensor:
+        return torch.randint(2, shape, generator=generator)
 
     memo: dict[int, Any] = {}
     values = {}

@@ -344,6 +344,8 @@ def _partial(
         gradients = [gradient for gradient in gradients_of if gradient is not None]
         cut = cuts.get(name)
         if cut is not None:
+            if wanted.dim() > 1 and not is_fake(wanted) and not wanted.any():
+                raise _UnitDiffers(f"no numbers were found on which `{name}` does anything")
             sizes = range(len(runs))
             wanted_parts = [cut.part(wanted, rank=rank, size=len(runs)) for rank in sizes]
             fits = all(

@@ -55,6 +55,32 @@ def test_a_norm_over_heads_has_partial_gradients() -> None:
     assert verdict(units.NormedHeads(), HEADS) == ("", {"q_norm.weight", "q_norm.bias"})
 
 
+@pytest.mark.parametrize("kind", ["boolean", "numbers"])
+def test_a_mask_hides_no_parameter_from_the_trial(kind: str) -> None:
+    batch = torch.randn(2, 8, units.WIDTH, generator=torch.Generator().manual_seed(3))
+    (each,) = unit_kinds(units.WithMask(kind), batch, ["blocks.0"], has_target=False)
+    styles = {path: (Style.parse(word),) for path, word in HEADS.items()}
+    actual = prove_unit(copy_unit(units.WithMask(kind), each), styles, size=2)
+    assert (actual.why_not, set(actual.partial)) == ("", {"scale"})
+
+
+class Unreached(nn.Module):
+    """A pair that multiplies nothing but zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(units.WIDTH, 32), nn.Linear(32, units.WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(x).clamp(max=-1e9) * 0)
+        return out
+
+
+def test_a_layer_that_no_numbers_reach_is_not_proved() -> None:
+    why_not, _ = verdict(Unreached(), {"up": "column", "down": "row"})
+    assert "no numbers were found on which `" in why_not
+
+
 @pytest.mark.parametrize("unit", [units.Alibi, units.RelativeBias])
 def test_values_indexed_by_head_are_refused(unit: Callable[[], nn.Module]) -> None:
     why_not, _ = verdict(unit(), HEADS)

@@ -78,6 +78,38 @@ class NormedHeads(Attention):
         return actual
 
 
+class Masked(Attention):
+    """A scale of queries that all heads share, and a mask that hides where it is not 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH // 4))
+        self.hidden: Tensor | None = None
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        assert self.hidden is not None
+        return super().scores(q * self.scale, k).masked_fill(self.hidden != 0, -1e9)
+
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> Tensor:
+        self.hidden = hidden
+        return super().forward(x)
+
+
+class WithMask(nn.Module):
+    """A causal mask of numbers or of booleans."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList([Masked()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.ones(x.shape[1], x.shape[1]).triu(1)
+        if self.kind == "boolean":
+            hidden = hidden.bool()
+        out: Tensor = self.blocks[0](x, hidden=hidden)
+        return out
+
+
 class Alibi(Attention):
     """BLOOM's way: every head has a slope of its own, by its number."""
 
