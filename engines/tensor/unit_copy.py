@@ -18,7 +18,7 @@ from profiles.capture.batch import Batch, call_model
 from profiles.capture.batch_rows import split_rows
 from profiles.capture.batch_tree import map_batch
 from profiles.capture.fake_mode import FakeRunMode
-from profiles.capture.fake_tensors import preserved_random_state, stand_ins
+from profiles.capture.fake_tensors import preserved_random_state, replaced, stand_ins
 from profiles.capture.known_values import known_values
 from profiles.errors import ModelError
 from profiles.torch_compat import (
@@ -421,15 +421,12 @@ def _alone(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with preserved_random_state():
-            model.eval()
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+    """Inside, the model is in eval mode; whatever its forward does to attributes and buffers is
+    done to copies of them."""
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+
+    with preserved_random_state(), replaced([model], own):
+        model.eval()
+        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engines.tensor.proposal import Proposal, propose_styles
 from profiles.capture.capture import capture
@@ -184,3 +184,43 @@ def test_a_cache_does_not_change_the_proposal(name: str) -> None:
         return propose_styles(model, sample, size=2, profile=capture(model, sample, name=name))
 
     assert split(caches=True) == split(caches=False)
+
+
+class Counting(nn.Module):
+    """Counts its calls in an attribute, and averages what it takes in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.turn = 0
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        out: Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+class Branching(nn.Module):
+    """Takes a branch by its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Counting(), Counting()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if x.mean() > -9 else x
+        return x
+
+
+def test_a_real_run_leaves_attributes_and_buffers_as_they_were() -> None:
+    model, sample = Branching(), (torch.randn(2, 8, 16) + 1,)
+    profile = capture(model, sample)
+    proposal = propose_styles(model, sample, size=2, profile=profile)
+    assert {"column", "row"} <= set(dict(proposal.styles).values())
+    for block in model.blocks:
+        assert isinstance(block, Counting)
+        assert block.turn == 0
+        assert not block.mean.any()
