@@ -6,7 +6,8 @@
 --only SEED           this program, with its model; --without N,M leaves out blocks of it
 --block NAME          blocks in place of those that are drawn (may be given again)
 --shrink              make programs that fail smaller before they are printed
---out FILE            where counts are kept; tests/validation/fuzz_modules.json for the long run
+--out FILE            where counts are kept; tests/validation/fuzz_modules.json for the long run.
+                      A run that was stopped goes on there, after what went wrong in it
 --show                print the counts of FILE
 """
 
@@ -21,7 +22,7 @@ import torch
 
 from engines.plan import Plan
 from tests.fuzz_modules.program import BLOCKS, Program
-from tests.fuzz_modules.results import REPORT, Case, FuzzedModules, counts_of
+from tests.fuzz_modules.results import REPORT, Case, FuzzedModules
 from tests.fuzz_modules.run import PLANS, cases_of, is_right, shrunk, start
 from tests.workers import Pool
 
@@ -36,43 +37,41 @@ def main(arguments: list[str]) -> int:
         _say(_table(FuzzedModules.load(given.out or REPORT)))
         return 0
     plans, without = given.plan or list(PLANS), frozenset(given.without)
-    if given.only is not None:
-        programs = [Program(given.only, without, tuple(given.block))]
-        _say(f"{programs[0]}\n{programs[0].build()}")
-    else:
-        seeds = range(given.seed, given.seed + given.programs)
-        programs = [Program(seed, only=tuple(given.block)) for seed in seeds]
     is_long = given.programs >= FULL and given.only is None and not (given.block or given.plan)
     out = given.out or (REPORT if is_long else None)
-    cases: list[Case] = []
+    before = FuzzedModules(torch=torch.__version__, seed=given.seed, programs=0, plans=())
+    if given.only is not None:
+        runs = [(Program(given.only, without, tuple(given.block)), plans)]
+        _say(f"{runs[0][0]}\n{runs[0][0].build()}")
+    else:
+        if out is not None and out.exists():
+            known = FuzzedModules.load(out)
+            is_same = (known.torch, known.seed) == (before.torch, before.seed)
+            before = known if is_same else before
+        blocks = tuple(given.block)
+        runs = [(Program(case.seed, only=blocks), [case.plan]) for case in before.wrong]
+        seeds = range(given.seed + before.programs, given.seed + given.programs)
+        runs += [(Program(seed, only=blocks), plans) for seed in seeds]
+    report, cases = before, list[Case]()
     pool = Pool(max(Plan.parse(plan).world_size for plan in plans))
     began = time.monotonic()
     try:
         start(pool)
-        for number, program in enumerate(programs, 1):
-            for case in cases_of(program, plans, pool):
+        for number, (program, columns) in enumerate(runs, 1):
+            for case in cases_of(program, columns, pool):
                 cases.append(case)
                 if not is_right(case) or given.only is not None:
                     _say(_said(case, program, pool if given.shrink else None))
-            if number % SAVED_EVERY == 0 or number == len(programs):
-                _say(f"-- {number} programs, {time.monotonic() - began:.0f} s")
-                report = _report(cases, seed=given.seed, programs=number)
+            if number % SAVED_EVERY == 0 or number == len(runs):
+                done = before.programs + max(0, number - len(before.wrong))
+                _say(f"-- {done} programs, {time.monotonic() - began:.0f} s")
+                report = before.with_cases(cases, programs=done)
                 if out is not None:
                     report.save(out)
     finally:
         pool.close()
     _say(_table(report))
     return 1 if report.wrong else 0
-
-
-def _report(cases: list[Case], *, seed: int, programs: int) -> FuzzedModules:
-    return FuzzedModules(
-        torch=torch.__version__,
-        seed=seed,
-        programs=programs,
-        plans=counts_of(cases),
-        wrong=tuple(case for case in cases if not is_right(case)),
-    )
 
 
 def _said(case: Case, program: Program, pool: Pool | None) -> str:

@@ -37,6 +37,11 @@ class Case(Record):
     text: str = ""
 
     @property
+    def seed(self) -> int:
+        """Of its program, as `again` names it."""
+        return int(self.again.split()[1])
+
+    @property
     def cause(self) -> str:
         """`text` without names and numbers, so that equal causes are counted together."""
         words = self.text.splitlines()[-1] if self.text else ""
@@ -60,6 +65,41 @@ class FuzzedModules(Document):
     programs: NonNegativeInt
     plans: tuple[PlanCounts, ...]
     wrong: tuple[Case, ...] = ()
+
+    def with_cases(self, cases: list[Case], *, programs: int) -> FuzzedModules:
+        """The counts of `programs` with these cases too; one that was wrong and ran again counts as
+        it ended now."""
+        again = {(case.again, case.plan) for case in cases}
+        left = [case for case in self.wrong if (case.again, case.plan) not in again]
+        outdated = counts_of([case for case in self.wrong if case not in left])
+        return self.model_copy(
+            update={
+                "programs": programs,
+                "plans": added(self.plans, counts_of(cases), less=outdated),
+                "wrong": (*left, *(case for case in cases if case.outcome not in ALLOWED)),
+            }
+        )
+
+
+def added(
+    before: tuple[PlanCounts, ...], more: tuple[PlanCounts, ...], *, less: tuple[PlanCounts, ...]
+) -> tuple[PlanCounts, ...]:
+    """Counts of both by plan, but for those of `less`."""
+    outcomes: dict[str, Counter[str]] = {}
+    refusals: dict[str, Counter[str]] = {}
+    for counts in (*before, *more):
+        outcomes.setdefault(counts.plan, Counter()).update(counts.outcomes)
+        refusals.setdefault(counts.plan, Counter()).update(counts.refusals)
+    for counts in less:
+        outcomes[counts.plan].subtract(counts.outcomes)
+    return tuple(
+        PlanCounts(
+            plan=plan,
+            outcomes=dict(sorted((+outcomes[plan]).items())),
+            refusals=dict(refusals[plan].most_common()),
+        )
+        for plan in outcomes
+    )
 
 
 def counts_of(cases: list[Case]) -> tuple[PlanCounts, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.fuzz_modules import __main__ as command
 from tests.fuzz_modules import run
 from tests.fuzz_modules.program import BLOCKS, Program
 from tests.fuzz_modules.results import ALLOWED, REPORT, Case, FuzzedModules, Outcome, counts_of
@@ -100,6 +102,37 @@ def test_causes_are_counted_without_names() -> None:
     ]
     (counts,) = counts_of(cases)
     assert counts.refusals == {"split: `_` of 3": 2, "`_` is late": 1}
+
+
+def test_a_stopped_run_goes_on_and_tries_again_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[int, list[str]]] = []
+    wrong = {3}
+
+    def cases(program: Program, plans: list[str], pool: Pool) -> list[Case]:
+        ran.append((program.seed, plans))
+        outcomes = [
+            Outcome.DIFFERED if program.seed in wrong and plan == "tp=2" else Outcome.TRAINED
+            for plan in plans
+        ]
+        return [
+            Case(program=str(program), again=program.again, plan=plan, outcome=outcome)
+            for plan, outcome in zip(plans, outcomes, strict=True)
+        ]
+
+    monkeypatch.setattr(command, "cases_of", cases)
+    monkeypatch.setattr(command, "start", lambda pool: None)
+    out = tmp_path / "fuzz.json"
+    assert command.main(["--out", str(out), "--programs", "5"]) == 1
+    assert FuzzedModules.load(out).programs == 5
+    wrong.clear()
+    ran.clear()
+    assert command.main(["--out", str(out), "--programs", "8"]) == 0
+    assert ran == [(3, ["tp=2"]), *((seed, list(PLANS)) for seed in (5, 6, 7))]
+    saved = FuzzedModules.load(out)
+    assert (saved.programs, saved.wrong) == (8, ())
+    assert [counts.outcomes for counts in saved.plans] == [{"trained": 8}] * 4
 
 
 def test_a_program_that_fails_keeps_the_block_that_fails_alone(
