@@ -92,7 +92,7 @@ def _accelerator_named(name: str, text: str) -> str:
         return catalogue.find_name("accelerator", name, catalogue.accelerators())
     except UnknownNameError as error:
         names = [*catalogue.accelerators(), *catalogue.systems()]
-        short = {accelerator.split("-")[0] for accelerator in catalogue.accelerators()}
+        short = {"cpu", *(name.split("-")[0] for name in catalogue.accelerators())}
         if near_misses(name, short):
             # "H1000" is nearer to H100 than to any accelerator's whole name.
             names = sorted({*short, *catalogue.systems()})
