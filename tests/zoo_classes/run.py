@@ -136,7 +136,7 @@ def _cells(
             cell = cell.model_copy(update=refused)
         if cell.outcome is Outcome.DIFFERED and (cell.loss_error or 0) < TOLERANCE:
             (rounded,) = pool.run(rounding, name, choice, cell.worst_gradient, world_size=1)
-            if (cell.gradient_error or 0) <= rounded:
+            if (cell.gradient_error or 0) <= 2 * rounded:  # both sides are rounded
                 why = f"within float32's own rounding, {rounded:.1e} in one process"
                 cell = cell.model_copy(update={"outcome": Outcome.TRAINED, "text": why})
         yield cell
