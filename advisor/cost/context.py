@@ -28,7 +28,7 @@ from advisor.cost.small_collectives import experts_s, summed_s
 from advisor.cost.stage import StageCost
 from advisor.cost.stage_memory import StageMemory, holds_outputs
 from advisor.cost.stages import WHOLE, HandedOn, StageBorders
-from advisor.cost.tensor import Styled, hands_on
+from advisor.cost.tensor import Styled, hands_on, token_share
 from advisor.cost.unit_load import UnitLoad
 from advisor.cost.work import convention
 from advisor.inputs.facts import Facts
@@ -219,8 +219,8 @@ class CostContext:
         key = plan.tp, self.numerics(plan), self.styles(plan)
         if key not in self._shares:
             styled = zip(self.facts.model.units, self._styled_units(plan), strict=True)
-            units = frozenset(unit.name for unit, own in styled if hands_on(own))
-            self._shares[key] = HandedOn(units, plan.tp)
+            shares = {u.name: token_share(own, plan.tp) for u, own in styled if hands_on(own)}
+            self._shares[key] = HandedOn(frozenset(shares), max(shares.values(), default=1.0))
         return self._shares[key]
 
     def computing(self, plan: Plan, loads: Loads) -> Computing:

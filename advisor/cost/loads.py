@@ -8,10 +8,19 @@ from functools import cached_property
 
 from advisor.cost.axes import EXPERTS_PER_TOKEN, over_experts, over_tokens, split_experts
 from advisor.cost.runs import UnitRun, divided, runs_of
-from advisor.cost.tensor import UNSTYLED, Styled, Styles, cut, is_split, split_loss
+from advisor.cost.tensor import (
+    UNSTYLED,
+    Styled,
+    Styles,
+    cut,
+    is_split,
+    split_loss,
+    token_share,
+)
 from advisor.cost.unit_load import UnitLoad, with_glue, with_less, with_whole
-from advisor.cost.work import around, over_expert_ranks, unit_work
+from advisor.cost.work import over_expert_ranks, unit_work
 from engines.tensor.styles import Kind, Style
+from engines.tensor.token_rules import SPLIT, tokens_of
 from profiles.model.layers import LayerCost, LayerKind
 from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.model.source import CaptureSource
@@ -251,7 +260,7 @@ def loads_of(
                 shards=expert_shards,
                 element_bytes=_element_bytes(model, numerics),
                 is_torch=stack.states is None,
-                routed=_routed(model, samples / cp * around(styled[run.first], tp)),
+                routed=_routed(model, samples / cp * token_share(styled[run.first], tp)),
             )
             load = _over_expert_ranks(load, ep)
         if keeps_whole and run.unit.whole_bytes:
@@ -297,7 +306,17 @@ def styled_units(
 ) -> list[Styled]:
     """Styles applied to each unit of `model`."""
     wanted = Styles(styles)
-    return [wanted.of_unit(unit, unit.cost(numerics).layers) for unit in model.units]
+    applied = (wanted.of_unit(unit, unit.cost(numerics).layers) for unit in model.units)
+    known: dict[tuple[Styled, int], Styled] = {}
+
+    def with_tokens(unit: UnitProfile, styled: Styled) -> Styled:
+        if SPLIT not in styled[0].styles:
+            return styled
+        tokens = tokens_of(model, unit.name) or 0
+        made = (styled[0]._replace(tokens=tokens), *styled[1:])
+        return known.setdefault((styled, tokens), made)
+
+    return [with_tokens(*each) for each in zip(model.units, applied, strict=True)]
 
 
 def _split_head(

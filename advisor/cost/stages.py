@@ -36,16 +36,16 @@ class TiedParameter:
 
 
 class HandedOn(NamedTuple):
-    """Units whose hidden values are, on a rank, 1 / `tp` of the tokens."""
+    """Units whose hidden values are, on a rank, a share of the tokens."""
 
     units: frozenset[str]
-    tp: int
+    share: float
 
     def of(self, unit: str) -> float:
-        return 1 / self.tp if unit in self.units else 1.0
+        return self.share if unit in self.units else 1.0
 
 
-WHOLE = HandedOn(frozenset(), 1)
+WHOLE = HandedOn(frozenset(), 1.0)
 
 
 class StageBorders:

@@ -65,11 +65,17 @@ class SplitUnit:
 
 
 class AppliedStyles(NamedTuple):
-    """Styles of a module, and the path of the module that gathers its input tokens (its own, or an
-    enclosing one's)."""
+    """Styles of a module.
+
+    Attributes:
+        joined_at: the path of the module that gathers its input tokens (its own, or an enclosing
+            one's).
+        tokens: of a sample, where a unit is split by them and the profile says how many.
+    """
 
     styles: tuple[Style, ...]
     joined_at: str | None = None
+    tokens: int = 0
 
 
 Styled = tuple[AppliedStyles, ...]
@@ -136,6 +142,14 @@ def is_split(styled: Styled) -> bool:
     return any(place.styles for place in styled)
 
 
+def token_share(styled: Styled, tp: int) -> float:
+    """Share of a unit's tokens that a rank has outside of split layers; padded to be equal."""
+    if SPLIT not in styled[0].styles:
+        return 1.0
+    tokens = styled[0].tokens
+    return ceil(tokens / tp) / tokens if tokens else 1 / tp
+
+
 def hands_on(styled: Styled) -> bool:
     """Return True if the unit returns its rank's share of the tokens."""
     return SPLIT in styled[0].styles and _EXIT not in styled[0].styles
@@ -152,7 +166,7 @@ def cut(
 ) -> SplitUnit:
     """Split `unit` over `tp` ranks at a microbatch of `samples`, as `stack` does."""
     by_tokens = SPLIT in styled[0].styles
-    around = 1 / tp if by_tokens else 1.0
+    around = token_share(styled, tp)
     sums = _Sums(cost, samples, around)
     parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
     # Everything outside is split by tokens, or else between a column-wise layer and its row.
@@ -210,7 +224,8 @@ def cut(
                 retained = layer.after.selective_activation_bytes.at(samples)
                 retained = min(layer.output_bytes.at(samples), retained)
                 sums.of["selective_activation_bytes"] -= max(0.0, after - share) * retained
-    exchanges = tuple(_exchanges(cost, styled, samples=samples, by_tokens=by_tokens, stack=stack))
+    padded = around * tp if by_tokens else None
+    exchanges = tuple(_exchanges(cost, styled, samples=samples, padded=padded, stack=stack))
     saved = sums.of["activation_bytes"]
     if by_tokens and stack.keeps_gathered:
         # Gathered tokens are saved unsharded for the weight gradient, once per gather, instead of
@@ -317,9 +332,14 @@ def _joining(cost: UnitCost, styled: Styled) -> Iterator[LayerCost]:
 
 
 def _exchanges(
-    cost: UnitCost, styled: Styled, *, samples: float, by_tokens: bool, stack: Stack
+    cost: UnitCost, styled: Styled, *, samples: float, padded: float | None, stack: Stack
 ) -> Iterator[TensorExchange]:
-    """Collectives in the order of `engines.tensor.split`."""
+    """Collectives in the order of `engines.tensor.split`.
+
+    Args:
+        padded: tokens of all ranks' shares over those of the sequence; None if whole.
+    """
+    by_tokens = padded is not None
     copied = None  # the tensor whose gradient the last layer of that kind sums
     for layer, place in zip(cost.layers, styled[1:], strict=True):
         style = cutting(place.styles)
@@ -331,7 +351,8 @@ def _exchanges(
             yield TensorExchange(Collective.ALL_REDUCE, "embeddings", made, True, again)
             continue
         if style.kind is Kind.ROW:
-            if by_tokens:
+            if padded is not None:
+                made *= padded
                 yield TensorExchange(
                     Collective.REDUCE_SCATTER, "outputs by tokens", made, True, again
                 )
@@ -345,17 +366,17 @@ def _exchanges(
             copied = layer.same_input
         if style.kind is Kind.GATHER:
             yield TensorExchange(Collective.ALL_GATHER, "gathered outputs", made, True, again)
-    if not by_tokens:
+    if padded is None:
         return
     for layer in _joining(cost, styled):
-        given = layer.input_bytes.at(samples)
+        given = layer.input_bytes.at(samples) * padded
         yield TensorExchange(Collective.ALL_GATHER, "tokens", given, True, True)
         if not stack.keeps_gathered:
             yield TensorExchange(Collective.ALL_GATHER, "tokens again", given, False)
         if layer.needs_input_gradient:
             yield TensorExchange(Collective.REDUCE_SCATTER, "gradients by tokens", given, False)
     # At the ends of a chain of blocks; recompute is inside.
-    whole, ends = cost.output_bytes.at(samples), styled[0].styles
+    whole, ends = cost.output_bytes.at(samples) * padded, styled[0].styles
     if _EXIT in ends:
         yield TensorExchange(Collective.ALL_GATHER, "tokens", whole, True)
     if _ENTRY in ends:

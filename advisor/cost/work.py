@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from advisor.cost.tensor import Styled, cut_share
+from advisor.cost.tensor import Styled, cut_share, token_share
 from engines.tensor.styles import LOCAL, Kind, cutting
-from engines.tensor.token_rules import SPLIT
 from profiles.model.layers import LayerCost, LayerKind, Stretch
 from profiles.model.profile import UnitCost
 from profiles.model.work import AttentionKernel, Product, ProductKind, attention_cost
@@ -59,14 +58,9 @@ class UnitWork:
 NO_WORK = UnitWork()
 
 
-def around(styled: Styled, tp: int) -> float:
-    """Share of a unit's tokens that a rank has outside of split layers."""
-    return 1 / tp if SPLIT in styled[0].styles else 1.0
-
-
 def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> UnitWork:
     """Work of `cost` at a microbatch of `samples`, on one of `tp` ranks."""
-    rest = around(styled, tp)
+    rest = token_share(styled, tp)
     products: list[ProductLoad] = []
     attention: list[AttentionLoad] = []
 

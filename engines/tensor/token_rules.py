@@ -125,16 +125,22 @@ def why_whole_tokens(model: ModelProfile, tp: int) -> str:
 
 def _why_no_shares(model: ModelProfile, unit: str, tp: int) -> str:
     """The reason why the tokens of a block have no shares; empty if they have."""
-    call, tokens = model.flow.first_call(unit), model.tokens_per_sample
-    if call is not None:
-        hidden = hidden_value(model.flow, call)
-        shape = () if hidden is None else model.flow.calls[call].values[hidden].shape
-        if len(shape) != _HIDDEN_RANK:
-            return f"`{unit}` returns no hidden values of (rows, tokens, features)"
-        tokens = shape[1]
-    if (tokens or 0) < tp:
+    tokens = tokens_of(model, unit)
+    if tokens is None:
+        return f"`{unit}` returns no hidden values of (rows, tokens, features)"
+    if tokens < tp:
         return f"{tokens} tokens have no share for each of {tp} ranks"
     return ""
+
+
+def tokens_of(model: ModelProfile, unit: str) -> int | None:
+    """The tokens of a sample that a unit returns; None if it returns no hidden values."""
+    call = model.flow.first_call(unit)
+    if call is None:
+        return int(model.tokens_per_sample or 0)
+    hidden = hidden_value(model.flow, call)
+    shape = () if hidden is None else model.flow.calls[call].values[hidden].shape
+    return shape[1] if len(shape) == _HIDDEN_RANK else None
 
 
 def hidden_value(flow: Flow, call: int) -> int | None:

@@ -38,6 +38,7 @@ from tests.contract.watch import (
 from tests.engines.cases import cpu_ranks, token_loss
 
 ROWS = 2  # of a microbatch
+TOKENS, UNEVEN = 16, 13
 EXPERTS = 8
 
 PLANS = {
@@ -50,6 +51,8 @@ PLANS = {
     "TP beyond key heads by tokens": "tp=16 sequence_parallel=true recompute=full",
     "TP beyond key heads + ZeRO-3": "tp=16 dp_shard=8 accumulation=2",
     "TP by tokens": "tp=8 sequence_parallel=true",
+    "TP by tokens, uneven": "tp=8 sequence_parallel=true",
+    "PP + TP by tokens, uneven": "pp=2 tp=8 sequence_parallel=true microbatches=2 schedule=1f1b",
     "TP by tokens, recompute": "tp=4 sequence_parallel=true recompute=full",
     "TP by tokens + ZeRO-3": "tp=4 dp_shard=8 sequence_parallel=true accumulation=2",
     "TP, recompute": "tp=8 recompute=full",
@@ -117,9 +120,13 @@ class Subject:
     plan: Plan
     profile: ModelProfile
     is_tied: bool
+    tokens: int = TOKENS
 
     def build(self) -> Decoder:
         return _decoder(self.is_tied, self.plan.ep > 1)
+
+    def batch(self, rows: int = ROWS) -> Batch:
+        return batch_of(rows, tokens=self.tokens)
 
     @property
     def ranks(self) -> Iterator[int]:
@@ -174,21 +181,21 @@ def _decoder(is_tied: bool, has_experts: bool) -> Decoder:
 
 
 @cache
-def _profile(is_tied: bool, has_experts: bool) -> ModelProfile:
-    model = _decoder(is_tied, has_experts)
-    return capture(model, batch_of(ROWS), loss_fn=token_loss, numerics=tuple(Numerics))
+def _profile(is_tied: bool, has_experts: bool, tokens: int) -> ModelProfile:
+    model, sample = _decoder(is_tied, has_experts), batch_of(ROWS, tokens=tokens)
+    return capture(model, sample, loss_fn=token_loss, numerics=tuple(Numerics))
 
 
 @cache
 def _styles(
-    is_tied: bool, has_experts: bool, tp: int, by_tokens: bool
+    is_tied: bool, has_experts: bool, tp: int, by_tokens: bool, tokens: int
 ) -> tuple[tuple[str, str], ...]:
     """As the engine proposes and proves them."""
     return propose_styles(
         _decoder(is_tied, has_experts),
-        batch_of(ROWS),
+        batch_of(ROWS, tokens=tokens),
         size=tp,
-        profile=_profile(is_tied, has_experts),
+        profile=_profile(is_tied, has_experts, tokens),
         has_target=True,
         by_tokens=by_tokens,
     ).styles
@@ -198,11 +205,12 @@ def subject_of(name: str) -> Subject:
     plan, is_tied = Plan.parse(f"{PLANS[name]} microbatch_size={ROWS}"), "tied" in name
     stages = plan.pp * (2 if "interleaved" in name or "ZBV" in name else 1)
     update: dict[str, object] = {"stages": STAGES.get(stages, ())}
+    has_experts, tokens = plan.ep > 1, UNEVEN if "uneven" in name else TOKENS
     if plan.tp > 1:
-        has_experts = plan.ep > 1
-        update["tensor_styles"] = _styles(is_tied, has_experts, plan.tp, plan.sequence_parallel)
-    profile = _profile(is_tied, plan.ep > 1)
-    return Subject(name, plan.model_copy(update=update), profile, is_tied)
+        by_tokens = plan.sequence_parallel
+        update["tensor_styles"] = _styles(is_tied, has_experts, plan.tp, by_tokens, tokens)
+    profile = _profile(is_tied, has_experts, tokens)
+    return Subject(name, plan.model_copy(update=update), profile, is_tied, tokens)
 
 
 def compared(subject: Subject, rank: int) -> Compared:
@@ -215,9 +223,9 @@ def compared(subject: Subject, rank: int) -> Compared:
             profile=subject.profile,
             cluster=cpu_ranks(plan.world_size),
             loss_fn=token_loss,
-            sample=batch_of(ROWS),
+            sample=subject.batch(),
         )
-        batch = batch_of(ROWS * plan.forwards)
+        batch = subject.batch(ROWS * plan.forwards)
         parallel.train_step(batch)
         parallel.train_step(batch)
         states = []
@@ -231,7 +239,7 @@ def compared(subject: Subject, rank: int) -> Compared:
         # Experts of this rank save what tokens came, here in another code path than captured.
         is_plain = not plan.data_parallel.is_sharded and plan.precision is Precision.FP32
         is_plain = is_plain and plan.ep == 1
-        activations = saved_activations(parallel, batch_of(ROWS)) if is_plain else None
+        activations = saved_activations(parallel, subject.batch()) if is_plain else None
     model = CostModel(facts_of(plan, subject.profile))
     position = rank // (plan.world_size // plan.pp)
     return Compared(
