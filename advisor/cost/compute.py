@@ -21,7 +21,7 @@ from advisor.cost.rates import size_efficiency as size_efficiency
 from advisor.cost.unit_load import UnitLoad
 from engines.plan import Plan, Recompute
 from profiles.machine.cluster import ClusterProfile, Device
-from profiles.model.profile import ModelProfile, Numerics
+from profiles.model.profile import LOSS, ModelProfile, Numerics
 from profiles.model.times import BlockTimes, UnitTiming
 from profiles.model.work import ProductKind
 from profiles.workload.optimizers import Upkeep
@@ -324,6 +324,7 @@ def _unit_time(
         moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
         busy += max(0.0, moved - charged) / rates.bandwidth
         busy += rates.core_s(unit.forward_cycles if forward else unit.backward_cycles)
+        busy += _new_s(unit, rates, forward=forward)
         kernels = unit.forward_kernels if forward else unit.backward_kernels
         return busy, launching(busy, kernels + hooks)
 
@@ -368,6 +369,18 @@ def _unit_time(
     )
 
 
+def _new_s(unit: UnitLoad, rates: Rates, *, forward: bool) -> float:
+    """Seconds of a processor to map what a unit makes: outputs, or gradients of its inputs and
+    parameters; of a loss the probabilities that it keeps, and their gradients."""
+    if rates.device.new_memory_bytes_per_s is None:
+        return 0.0
+    is_loss = unit.name == LOSS
+    if forward:
+        return rates.new_s(unit.output_bytes, unit.activation_bytes * is_loss)
+    gradients = unit.new_gradient_bytes / rates.device.new_memory_bytes_per_s.value
+    return gradients + rates.new_s(unit.input_bytes, unit.activation_bytes * is_loss)
+
+
 def shard_launches(unit: UnitLoad) -> float:
     """Host work of FSDP2's hooks in a forward or a backward, in launches."""
     return unit.is_separate * (SHARD_UNIT + SHARD_TENSOR * unit.tensors)
@@ -396,6 +409,8 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
     if device.kind == "cpu":
         operation = SHARD_OPERATION if plan.data_parallel.is_sharded else PLAIN_OPERATION
         host_s = update.operations * operation * device.launch_s.value
+        if device.new_memory_bytes_per_s is not None:
+            host_s += update.new_bytes / device.new_memory_bytes_per_s.value
     return moving + update.flop / reached + host_s
 
 

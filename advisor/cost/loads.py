@@ -24,6 +24,7 @@ from engines.tensor.token_rules import SPLIT, tokens_of
 from profiles.model.layers import LayerCost, LayerKind
 from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.model.source import CaptureSource
+from profiles.workload.new_memory import mapped
 from profiles.workload.optimizer_states import FP32_BYTES
 from profiles.workload.stack import TORCH, Loss, Stack
 
@@ -379,11 +380,15 @@ def _load(
         count=count,
         layer_bytes=sum(layer.output_bytes.at(samples) for layer in cost.layers),
         tensors=_tensors(unit),
+        new_gradient_bytes=sum(mapped(shape.nbytes) * shape.count for shape in unit.shapes),
         work=unit_work(cost, styled, tp=tp, samples=samples),
     )
     if tp == 1 or not is_split(styled):
         return load
     own = cut(cost, unit, styled, tp=tp, samples=samples, stack=stack)
+    share = own.gradient_bytes / unit.gradient_bytes if unit.gradient_bytes else 1.0
+    new = sum(mapped(share * shape.nbytes) * shape.count for shape in unit.shapes)
+    load = replace(load, new_gradient_bytes=new)
     return replace(load, **{field.name: getattr(own, field.name) for field in fields(own)})
 
 

@@ -18,6 +18,7 @@ from advisor.cost.work import ELEMENT_BYTES, AttentionLoad, ProductLoad
 from profiles.machine.cluster import Device
 from profiles.model.work import AttentionKernel, ProductKind
 from profiles.provenance import Quantity
+from profiles.workload.new_memory import mapped
 from profiles.workload.stack import Stack
 
 # Efficiency of a matrix product by its size, as a fraction of what large ones reach. Calculon,
@@ -151,6 +152,11 @@ class DeviceRates:
         its products say."""
         is_cpu = self.device.kind == "cpu"
         return cycles * FLOP_PER_CYCLE / (self.vector_peak * self._best_share()) if is_cpu else 0.0
+
+    def new_s(self, *nbytes: float) -> float:
+        """Seconds of a processor to map tensors of these bytes that are made, beyond writing."""
+        rate = self.device.new_memory_bytes_per_s
+        return sum(map(mapped, nbytes)) / rate.value if rate is not None else 0.0
 
     def product_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
         """Seconds of a product.

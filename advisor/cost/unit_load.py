@@ -22,6 +22,7 @@ class UnitLoad:
         layer_bytes: outputs of its weight layers, whose gradients are saved where a backward is
             split.
         tensors: trainable parameters.
+        new_gradient_bytes: gradients of parameters that are mapped anew in each backward.
         partial_gradient_bytes, partial_tensors: of parameters that are whole on every rank of the
             tp axis while their gradients are parts of a sum.
         partial_expert_bytes: of experts' gradients on a rank that are parts of such a sum.
@@ -61,6 +62,7 @@ class UnitLoad:
     backward_cycles: float = 0.0
     layer_bytes: float = 0.0
     tensors: int = 1
+    new_gradient_bytes: float = 0.0
     partial_gradient_bytes: float = 0.0
     partial_tensors: int = 0
     partial_expert_bytes: float = 0.0

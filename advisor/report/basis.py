@@ -40,6 +40,7 @@ from profiles.units import (
     format_percent,
     format_seconds,
 )
+from profiles.workload.new_memory import mapped
 from profiles.workload.stack import TORCH
 from profiles.workload.workload import Workload
 
@@ -63,6 +64,7 @@ def basis(decision: Decision) -> Iterator[Basis]:
 
 def _machine_constants(decision: Decision) -> Iterator[Basis]:
     cluster, device = decision.facts.cluster, decision.facts.cluster.device
+    model = decision.facts.model
     learned = cluster.learned or Learned()
     peak = device.flop_per_s.get(decision.plan.precision.dtype) or device.flop_per_s["float32"]
     yield Basis(
@@ -75,6 +77,12 @@ def _machine_constants(decision: Decision) -> Iterator[Basis]:
         what=f"memory bandwidth: {format_bandwidth(bandwidth.value)}",
         source=_constant(learned, Constant.MEMORY, bandwidth),
     )
+    new, shapes = device.new_memory_bytes_per_s, [s for u in model.units for s in u.shapes]
+    if new is not None and any(mapped(shape.nbytes) for shape in shapes):
+        yield Basis(
+            what=f"first writes to new memory, beyond writing: {format_bandwidth(new.value)}",
+            source=_sources(new),
+        )
     yield Basis(
         what=f"device memory: {format_gib(device.memory_bytes.value)}",
         source=_sources(device.memory_bytes),

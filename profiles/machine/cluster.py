@@ -144,6 +144,8 @@ class Device(Record):
         board_power_w: the vendor's maximum of the board alone; None where it is not known.
         host_link_bytes_per_s: of copies to and from page-locked main memory, the slower way, while
             all devices of a node copy; where a bench was run on GPUs.
+        new_memory_bytes_per_s: at which a processor first writes memory that is mapped anew (see
+            `profiles.workload.new_memory`), beyond what writing takes; where a bench was run.
         attention: rate of attention kernels that keep no scores, over what was calibrated; as steps
             that were run have it.
     """
@@ -159,6 +161,7 @@ class Device(Record):
     matmul_efficiency: dict[PositiveInt, Quantity] = Field(default_factory=dict)
     board_power_w: Quantity | None = None
     host_link_bytes_per_s: Quantity | None = None
+    new_memory_bytes_per_s: Quantity | None = None
     attention: PositiveFloat = 1.0
 
     @model_validator(mode="after")

@@ -37,6 +37,7 @@ def device_of(accelerator: str | None, table: DeviceTable | None, where: str | N
         "context_bytes": table.context,
         "board_power_w": table.board_power,
         "host_link_bytes_per_s": table.host_link,
+        "new_memory_bytes_per_s": table.new_memory,
         "matmul_efficiency": table.matmul_efficiency,
     }
     update: dict[str, object] = {key: value for key, value in given.items() if value is not None}

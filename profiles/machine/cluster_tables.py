@@ -49,6 +49,7 @@ class DeviceTable(Record):
     context: quantities.Memory = None
     board_power: quantities.Power = None
     host_link: quantities.Bandwidth = None
+    new_memory: quantities.Bandwidth = None
     matmul_efficiency: dict[PositiveInt, quantities.Factor] | None = None
 
 

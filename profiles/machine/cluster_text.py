@@ -81,6 +81,8 @@ def _lines(cluster: ClusterProfile) -> Iterator[str]:
         yield f"board_power = {_written(device.board_power_w, parse_watts, _WATTS)}"
     if device.host_link_bytes_per_s is not None:
         yield f"host_link = {_written(device.host_link_bytes_per_s, parse_bandwidth, _RATES)}"
+    if device.new_memory_bytes_per_s is not None:
+        yield f"new_memory = {_written(device.new_memory_bytes_per_s, parse_bandwidth, _RATES)}"
     yield ""
     yield "[device.flop_rate]"
     for dtype, quantity in device.flop_per_s.items():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from profiles.errors import InputError, UnknownNameError
 from profiles.model.profile import ParameterShape, UnitProfile
+from profiles.workload.new_memory import mapped
 from profiles.workload.optimizer_states import FP32_BYTES, TensorStep, plain_step, step_of
 from profiles.workload.optimizer_states import Law as Law
 from profiles.workload.optimizer_states import OptimizerProfile as OptimizerProfile
@@ -30,6 +31,7 @@ class Upkeep:
         flop: matrix products, in bf16.
         operations: of a step tensor by tensor, as on CPUs; a shard of a tensor takes as many.
         loop_bytes: temporaries of such a step.
+        new_bytes: all temporaries of such a step that are mapped anew.
         list_bytes: of the step that torch takes on accelerators: foreach where there is one.
     """
 
@@ -40,6 +42,7 @@ class Upkeep:
     operations: float
     loop_bytes: float
     list_bytes: float
+    new_bytes: float = 0.0
 
     def part(self, share: float) -> Upkeep:
         """Of a share of the parameters, where all goes by elements."""
@@ -51,6 +54,7 @@ class Upkeep:
             operations=self.operations,
             loop_bytes=share * self.loop_bytes,
             list_bytes=share * self.list_bytes,
+            new_bytes=share * self.new_bytes,
         )
 
 
@@ -195,6 +199,7 @@ def _elementwise(
 ) -> Upkeep:
     """Bytes of the parameters are all that counts: gradients have as many."""
     loop = _loop_bytes([(plain_step(optimizer, n / shards), count) for n, count in sizes.items()])
+    new = sum(count * mapped(n / shards) for n, count in sizes.items())
     copies = optimizer.list_copies
     return Upkeep(
         name=optimizer.name,
@@ -204,6 +209,7 @@ def _elementwise(
         operations=operations,
         loop_bytes=loop,
         list_bytes=loop if copies is None else copies * total,
+        new_bytes=optimizer.loop_copies * new,
     )
 
 

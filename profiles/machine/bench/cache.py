@@ -143,6 +143,8 @@ def _with_speeds(cluster: ClusterProfile, timed: ClusterProfile) -> ClusterProfi
             "matmul_fraction": known.matmul_fraction,
             "matmul_efficiency": known.matmul_efficiency,
             "launch_s": known.launch_s,
+            "host_link_bytes_per_s": known.host_link_bytes_per_s,
+            "new_memory_bytes_per_s": known.new_memory_bytes_per_s,
         }
     )
     return cluster.model_copy(

@@ -27,6 +27,10 @@ ROUNDS = 3
 CPU_EDGES, GPU_EDGES = (64, 128, 256, 512), (512, 1024, 2048, 4096)
 # Beside a GPU: more than any cache, and little to lock into memory for every rank of a node.
 HOST_COPY_BYTES = 256 * MIB
+# Larger than what glibc keeps for later: see `profiles.workload.new_memory`.
+NEW_BYTES = 64 * MIB
+# Bytes/s, where an allocator keeps large tensors too.
+NO_LIMIT = 1e15
 # A range that begins at 0 says nothing; a rate of 0 is not possible.
 LARGEST_ERROR = 0.95
 
@@ -79,6 +83,14 @@ def host_copy_timing(device: torch.device, *, seconds: float = 0.15) -> Timing:
         _timing(lambda: host.copy_(there, non_blocking=True), device, seconds / 2),
     )
     return max(ways, key=lambda timing: timing.median_s)
+
+
+def new_memory_s(*, seconds: float = 0.15) -> float:
+    """Seconds that a processor takes to map `NEW_BYTES` that it writes, beyond writing them."""
+    old, cpu = torch.empty(NEW_BYTES, dtype=torch.uint8), torch.device("cpu")
+    again = _timing(lambda: old.fill_(1), cpu, seconds / 2)
+    fresh = _timing(lambda: torch.empty_like(old).fill_(1), cpu, seconds / 2)
+    return max(fresh.median_s - again.median_s, NEW_BYTES / NO_LIMIT)
 
 
 def _copy_bytes(device: torch.device) -> int:
@@ -152,16 +164,19 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     dtypes = [torch.float32, half]
     edges = GPU_EDGES if here.type == "cuda" else CPU_EDGES
     usual = half if here.type == "cuda" else torch.float32
-    count = len(dtypes) + len(edges) + 2 + (here.type == "cuda")
+    count = len(dtypes) + len(edges) + 3
     share_s = budget_s / count / ROUNDS
 
     def medians_of_round() -> list[float]:
         timings = [matmul_timing(here, dtype, large, seconds=share_s) for dtype in dtypes]
         timings += [copy_timing(here, seconds=share_s), launch_timing(here, seconds=share_s)]
         timings += [matmul_timing(here, usual, edge, seconds=share_s) for edge in edges]
-        if here.type == "cuda":  # last, so that the places of the others stay
-            timings.append(host_copy_timing(here, seconds=share_s))
-        return job.slowest([timing.median_s for timing in timings])
+        seconds = [timing.median_s for timing in timings]
+        if here.type == "cuda":
+            seconds.append(host_copy_timing(here, seconds=share_s).median_s)
+        else:
+            seconds.append(new_memory_s(seconds=share_s))
+        return job.slowest(seconds)
 
     job.barrier()
     rounds = [medians_of_round() for _ in range(ROUNDS)]
@@ -186,6 +201,8 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     }
     if here.type == "cuda":
         update["host_link_bytes_per_s"] = measured(HOST_COPY_BYTES / medians[-1], errors[-1])
+    else:
+        update["new_memory_bytes_per_s"] = measured(NEW_BYTES / medians[-1], errors[-1])
     name = str(half).removeprefix("torch.")
     if here.type == "cuda" and name in device.flop_per_s:
         rate = rates[name]

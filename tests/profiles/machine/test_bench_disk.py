@@ -42,17 +42,19 @@ def test_disk_rates_are_bytes_over_measured_seconds(
     assert (read.value, read.relative_error) == (2e8, 0.0)
 
 
-def test_a_cluster_file_keeps_disk_and_host_link_rates(tmp_path: Path) -> None:
+def test_a_cluster_file_keeps_rates_of_disk_host_link_and_new_memory(tmp_path: Path) -> None:
     timed = with_disk(resolve_cluster(H100), tmp_path, size_bytes=MIB)
     rate = timed.disk_read_bytes_per_s
-    device = timed.device.model_copy(update={"host_link_bytes_per_s": rate})
+    device = timed.device.model_copy(
+        update={"host_link_bytes_per_s": rate, "new_memory_bytes_per_s": rate}
+    )
     path = tmp_path / "cluster.toml"
     path.write_text(to_toml(timed.model_copy(update={"device": device})))
     again = resolve_cluster(str(path))
     assert again.disk_write_bytes_per_s == timed.disk_write_bytes_per_s
     assert again.disk_read_bytes_per_s == rate
     assert again.disk_free_bytes == timed.disk_free_bytes
-    assert again.device.host_link_bytes_per_s == rate
+    assert again.device.host_link_bytes_per_s == again.device.new_memory_bytes_per_s == rate
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
