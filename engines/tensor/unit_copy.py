@@ -390,7 +390,11 @@ def _noted(model: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, _Note]]
 
 
 def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, UnitArguments]:
-    """The calls, with the outputs that the model's output depends on."""
+    """The calls, with the outputs that the model's output depends on.
+
+    They are all that a call returns where it seems to depend on none: the model's own code may have
+    taken them within the call, before they were marked.
+    """
     left = [(t.grad_fn, t.output_nr) for t in tensors_in(output)]
     reached: set[tuple[Any, int]] = set()
     while left:
@@ -398,18 +402,15 @@ def _with_use(notes: Mapping[str, _Note], output: object) -> dict[str, UnitArgum
         if place[0] is not None and place not in reached:
             reached.add(place)
             left += place[0].next_functions
+
+    def used(ends: tuple[tuple[Any, int], ...]) -> frozenset[int]:
+        followed = [n for n, place in enumerate(ends) if place[0] is not None]
+        seen = [number for number in followed if ends[number] in reached]
+        # Tensors outside the graph cannot be followed, and count as used.
+        return frozenset(range(len(ends))) - frozenset(followed) | frozenset(seen or followed)
+
     return {
-        path: UnitArguments(
-            note.args,
-            note.kwargs,
-            # Tensors outside the graph cannot be followed, and count as used.
-            frozenset(
-                number
-                for number, place in enumerate(note.ends or ())
-                if place[0] is None or place in reached
-            ),
-            note.why_not,
-        )
+        path: UnitArguments(note.args, note.kwargs, used(note.ends or ()), note.why_not)
         for path, note in notes.items()
     }
 

@@ -64,6 +64,35 @@ def test_a_mask_hides_no_parameter_from_the_trial(kind: str) -> None:
     assert (actual.why_not, set(actual.partial)) == ("", {"scale"})
 
 
+class TakenWithin(nn.Module):
+    """The model's output is what its block made, taken by the block itself, as where forwards are
+    replaced to collect hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        self.blocks = nn.ModuleList([units.NormedHeads()])
+        block = self.blocks[0]
+        own = block.forward
+
+        def collected(x: Tensor) -> Tensor:
+            self.made.append(own(x))
+            return self.made[-1]
+
+        block.forward = collected  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made.clear()
+        self.blocks[0](x)
+        return self.made[0]
+
+
+def test_what_a_model_takes_within_a_call_is_proved_too() -> None:
+    batch = torch.randn(2, 8, units.WIDTH, generator=torch.Generator().manual_seed(3))
+    (each,) = unit_kinds(TakenWithin(), batch, ["blocks.0"], has_target=False)
+    assert each.call.used == {0}
+
+
 class Unreached(nn.Module):
     """A pair that multiplies nothing but zeros."""
 
