@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.blocks.logits import whole_tensors
@@ -21,7 +24,8 @@ from engines.pipeline.recording import (
     intercepted,
 )
 from engines.pipeline.segments import Segment, unit_calls
-from profiles.errors import ModelError
+from profiles.capture.frames import model_line, summary
+from profiles.errors import AdvisorError, ModelError
 from profiles.model.flow import Flow, Key, Terms
 from profiles.torch_compat import flatten, tensors_in, unflatten
 from profiles.torch_compat.checkpoint import checkpoints_only
@@ -45,6 +49,18 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> Tensor:
         return gradients[0].contiguous()
+
+
+def _is_of_model(error: Exception) -> bool:
+    """True if the model's code raised it, or an operator there: not a collective, nor a rule."""
+    if isinstance(error, AdvisorError | torch.OutOfMemoryError):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    path = Path(frame.f_code.co_filename)
+    return not any(map(path.is_relative_to, _NO_MODEL))
+
+
+_NO_MODEL = (Path(dist.__file__).parent, Path(__file__).parents[1])
 
 
 def _over_border(tensor: Tensor) -> Tensor:
@@ -110,9 +126,10 @@ class Replay:
         produced: dict[Key, Tensor] = {}
         calls = iter(self._recording.calls)
         coming = next(calls, None)
+        is_within = False
 
         def replacement(name: str, own: Callable[..., object], args: Any, kwargs: Any) -> object:
-            nonlocal coming
+            nonlocal coming, is_within
             call, coming = coming, next(calls, None)
             if call is None or call.unit != name:
                 raise ModelError(
@@ -124,7 +141,9 @@ class Replay:
                 return self._hooks.show(
                     name, args, kwargs, self._stub(call, arrivals, (args, kwargs))
                 )
+            is_within = True  # until it returns: what it raises is its own
             output = own(*args, **kwargs)
+            is_within = False
             self._note_sent(call.number, output, produced)
             if call.number == self._last_own and not self.segment.is_last:
                 raise _SegmentEnd
@@ -140,12 +159,28 @@ class Replay:
         except _SegmentEnd:
             known = arrivals | produced
             return tuple(self._value_to_send(terms, known) for terms in self.segment.sent)
+        except Exception as error:
+            if self._stubs and not is_within and _is_of_model(error):
+                raise self._without_earlier_units(error) from error
+            raise
         if coming is not None:
             raise ModelError(
                 f"the forward ends before it calls `{coming.unit}`, as it did when it was recorded",
                 hints=["a pipeline needs a forward that takes the same path for equal shapes"],
             )
         return output
+
+    def _without_earlier_units(self, error: Exception) -> ModelError:
+        return ModelError(
+            f"the forward raised {summary(error)} on the stage that begins with"
+            f" `{self._flow.calls[self.segment.first].unit}`",
+            where=model_line(error),
+            hints=[
+                "units of earlier stages are not run there: what code takes from within their calls"
+                " (by hooks of modules inside, or lists that they fill) is missing",
+                "move the border (`stages=`), or set pp=1",
+            ],
+        )
 
     def _stub(self, call: RecordedCall, arrivals: Mapping[Key, Tensor], inputs: object) -> object:
         arguments, _ = flatten(inputs)

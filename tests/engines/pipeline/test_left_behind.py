@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
-from profiles.errors import PlanError
+from profiles.errors import ModelError, PlanError, RankError
 from tests.engines.cases import Case
 from tests.engines.parity import (
     gradient_error,
@@ -75,6 +77,27 @@ class Shows(Around):
         return x + self.table
 
 
+COLLECTED: list[int] = []
+
+
+class Noting(nn.GRU):
+    def forward(self, *args: Any) -> Any:
+        COLLECTED.append(args[0].shape[1])
+        return super().forward(*args)
+
+
+class Collects(Around):
+    """A list that a unit's call fills, and that code behind the border reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = Noting(3, WIDTH, batch_first=True)
+
+    def between(self, x: Tensor) -> Tensor:
+        lengths = [COLLECTED.pop()]
+        return x + lengths[0] / LENGTH
+
+
 def batch(rows: int) -> tuple[Tensor, Tensor]:
     made = torch.Generator().manual_seed(rows)
     inputs = torch.randn(rows, LENGTH, 3, generator=made)
@@ -133,3 +156,21 @@ def test_what_nothing_computes_with_stays_possible(pool: Pool) -> None:
     for gradient, parameter in pool.run(_trained, world_size=2):
         assert gradient < 1e-5
         assert parameter < 1e-5
+
+
+def _step_error() -> str:
+    _, parallel = spread(case(Collects), PLAN, rows=ROWS)
+    try:
+        parallel.forward_backward(local_rows(parallel, batch(ROWS), ROWS))
+    except (ModelError, RankError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_a_stage_whose_forward_lacks_what_others_collected_says_so(pool: Pool) -> None:
+    first, last = pool.run(_step_error, world_size=2)
+    said = "the forward raised IndexError: pop from empty list on the stage that begins with"
+    assert last.startswith(f"{said} `inner`")
+    assert "what code takes from within their calls" in last
+    assert f"rank 1 failed: ModelError: {said} `inner`" in first
