@@ -124,6 +124,15 @@ def _rounding(
     return largest
 
 
+@torch.no_grad()
+def nudge(model: nn.Module, generator: torch.Generator) -> None:
+    """Move every parameter by its last bit: up, down or not at all."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            signs = torch.randint(-1, 2, parameter.shape, generator=generator)
+            parameter.mul_(1 + LAST_BIT * signs)
+
+
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05)
 
@@ -177,12 +186,9 @@ class Alone:
 
     @torch.no_grad()
     def nudge(self, generator: torch.Generator) -> None:
-        """Move every parameter by its last bit, up, down or not at all; alike in all replicas."""
+        """`nudge` all replicas alike."""
         first, *others = self._models
-        for parameter in first.parameters():
-            if parameter.is_floating_point():
-                signs = torch.randint(-1, 2, parameter.shape, generator=generator)
-                parameter.mul_(1 + LAST_BIT * signs)
+        nudge(first, generator)
         for model in others:
             for name, parameter in model.named_parameters():
                 parameter.copy_(first.get_parameter(name))
