@@ -57,7 +57,7 @@ matrix: $(STAMP)
 	echo "== the matrix took $$((SECONDS - start)) s"
 
 zoo: $(STAMP)
-	@echo "== model classes: hours; a stopped run goes on; kept in tests/validation/zoo.json"
+	@echo "== model classes: an hour or two; a stopped run goes on; kept in tests/validation/zoo.json"
 	@$(BIN)/python -m tests.zoo_classes $(ZOO)
 
 scorecard: $(STAMP)
