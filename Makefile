@@ -1,7 +1,7 @@
 # make demo    train a small GPT on two local ranks and compare prediction with measurement
 # make test    the tests
 # make matrix  30 architectures under 15 plans against one process (MATRIX="--only T5 --plan zbv")
-# make zoo     model classes of transformers under four plans, hours (ZOO="--sample 200 --plan tp2")
+# make zoo     model classes of transformers under four plans, an hour or two (ZOO="--sample 200 --plan tp2")
 # make scorecard  published runs predicted, with and without their publisher, into tests/README.md
 # make scorecard-nested HELD_OUT=FOLDER  files that no rule was chosen on, scored once
 # make soak    trainings killed, saves broken off, loads under other plans, faults (SOAK="--quick")
@@ -47,7 +47,7 @@ demo: $(STAMP)
 	@start=$$SECONDS; $(BIN)/advise demo $(DEMO); echo "== demo took $$((SECONDS - start)) s"
 
 test: $(STAMP)
-	@echo "== tests: about 13 minutes on 2 idle cores"
+	@echo "== tests: about 15 minutes on 2 idle cores"
 	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS); \
 	echo "== tests took $$((SECONDS - start)) s"
 

@@ -15,6 +15,7 @@ from advisor.cost.rates import (
 )
 from advisor.cost.rates import DeviceRates as Rates
 from advisor.cost.rates import matmul_fraction as matmul_fraction
+from advisor.cost.rates import new_memory_s as new_memory_s
 from advisor.cost.rates import peak_flop_per_s as peak_flop_per_s
 from advisor.cost.rates import product_efficiency as product_efficiency
 from advisor.cost.rates import size_efficiency as size_efficiency
@@ -24,6 +25,7 @@ from profiles.machine.cluster import ClusterProfile, Device
 from profiles.model.profile import LOSS, ModelProfile, Numerics
 from profiles.model.times import BlockTimes, UnitTiming
 from profiles.model.work import ProductKind
+from profiles.workload.new_memory import mapped
 from profiles.workload.optimizers import Upkeep
 from profiles.workload.stack import TORCH, Selective, Stack
 
@@ -324,7 +326,7 @@ def _unit_time(
         moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
         busy += max(0.0, moved - charged) / rates.bandwidth
         busy += rates.core_s(unit.forward_cycles if forward else unit.backward_cycles)
-        busy += _new_s(unit, rates, forward=forward)
+        busy += new_memory_s(device, _new_bytes(unit, forward=forward))
         kernels = unit.forward_kernels if forward else unit.backward_kernels
         return busy, launching(busy, kernels + hooks)
 
@@ -369,16 +371,13 @@ def _unit_time(
     )
 
 
-def _new_s(unit: UnitLoad, rates: Rates, *, forward: bool) -> float:
-    """Seconds of a processor to map what a unit makes: outputs, or gradients of its inputs and
-    parameters; of a loss the probabilities that it keeps, and their gradients."""
-    if rates.device.new_memory_bytes_per_s is None:
-        return 0.0
-    is_loss = unit.name == LOSS
+def _new_bytes(unit: UnitLoad, *, forward: bool) -> float:
+    """Bytes that a processor maps anew for what a unit makes: outputs, or gradients of its inputs
+    and parameters; of a loss the probabilities that it keeps, and their gradients."""
+    of_loss = mapped(unit.activation_bytes) if unit.name == LOSS else 0.0
     if forward:
-        return rates.new_s(unit.output_bytes, unit.activation_bytes * is_loss)
-    gradients = unit.new_gradient_bytes / rates.device.new_memory_bytes_per_s.value
-    return gradients + rates.new_s(unit.input_bytes, unit.activation_bytes * is_loss)
+        return mapped(unit.output_bytes) + of_loss
+    return unit.new_gradient_bytes + mapped(unit.input_bytes) + of_loss
 
 
 def shard_launches(unit: UnitLoad) -> float:
@@ -409,8 +408,7 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
     if device.kind == "cpu":
         operation = SHARD_OPERATION if plan.data_parallel.is_sharded else PLAIN_OPERATION
         host_s = update.operations * operation * device.launch_s.value
-        if device.new_memory_bytes_per_s is not None:
-            host_s += update.new_bytes / device.new_memory_bytes_per_s.value
+        host_s += new_memory_s(device, update.new_bytes)
     return moving + update.flop / reached + host_s
 
 

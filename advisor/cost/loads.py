@@ -380,16 +380,20 @@ def _load(
         count=count,
         layer_bytes=sum(layer.output_bytes.at(samples) for layer in cost.layers),
         tensors=_tensors(unit),
-        new_gradient_bytes=sum(mapped(shape.nbytes) * shape.count for shape in unit.shapes),
+        new_gradient_bytes=_new_gradient_bytes(unit),
         work=unit_work(cost, styled, tp=tp, samples=samples),
     )
     if tp == 1 or not is_split(styled):
         return load
     own = cut(cost, unit, styled, tp=tp, samples=samples, stack=stack)
     share = own.gradient_bytes / unit.gradient_bytes if unit.gradient_bytes else 1.0
-    new = sum(mapped(share * shape.nbytes) * shape.count for shape in unit.shapes)
-    load = replace(load, new_gradient_bytes=new)
+    load = replace(load, new_gradient_bytes=_new_gradient_bytes(unit, share=share))
     return replace(load, **{field.name: getattr(own, field.name) for field in fields(own)})
+
+
+def _new_gradient_bytes(unit: UnitProfile, *, share: float = 1.0) -> float:
+    """See `UnitLoad`; `share`: of its gradients that a rank of the tp axis has."""
+    return sum(mapped(share * shape.nbytes) * shape.count for shape in unit.shapes)
 
 
 def _tensors(unit: UnitProfile) -> int:

@@ -18,7 +18,6 @@ from advisor.cost.work import ELEMENT_BYTES, AttentionLoad, ProductLoad
 from profiles.machine.cluster import Device
 from profiles.model.work import AttentionKernel, ProductKind
 from profiles.provenance import Quantity
-from profiles.workload.new_memory import mapped
 from profiles.workload.stack import Stack
 
 # Efficiency of a matrix product by its size, as a fraction of what large ones reach. Calculon,
@@ -108,6 +107,12 @@ def operation_s(device: Device) -> float:
     return device.launch_s.value * (PLAIN_OPERATION if device.kind == "cpu" else 1.0)
 
 
+def new_memory_s(device: Device, nbytes: float) -> float:
+    """Seconds of a processor to map bytes anew, beyond writing them; 0 where no bench was run."""
+    rate = device.new_memory_bytes_per_s
+    return nbytes / rate.value if rate is not None else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
     """Rates of a device under one stack.
@@ -152,11 +157,6 @@ class DeviceRates:
         its products say."""
         is_cpu = self.device.kind == "cpu"
         return cycles * FLOP_PER_CYCLE / (self.vector_peak * self._best_share()) if is_cpu else 0.0
-
-    def new_s(self, *nbytes: float) -> float:
-        """Seconds of a processor to map tensors of these bytes that are made, beyond writing."""
-        rate = self.device.new_memory_bytes_per_s
-        return sum(map(mapped, nbytes)) / rate.value if rate is not None else 0.0
 
     def product_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
         """Seconds of a product.

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from engines.data.hidden_outputs import close_output, open_output
-from engines.data.replicas import local_part
+from engines.data.replicas import has_gradient
 from engines.plan import DataParallel, OffloadTo, Plan
 from profiles.capture.whole_parameters import whole_parameters
 from profiles.errors import ModelError, PlanError
@@ -241,11 +241,11 @@ def drop_unused(root: FSDPModule, profile: ModelProfile) -> None:
     require_reduced(root)
     assert isinstance(root, nn.Module)
     trained = {name: p for name, p in root.named_parameters() if p.requires_grad}
-    unused = [p for p in map(trained.__getitem__, profile.unused) if not _has_gradient(p)]
+    unused = [p for p in map(trained.__getitem__, profile.unused) if not has_gradient(p)]
     if root in _USED:
         noted, parameters = _USED[root], list(trained.values())
         used = torch.tensor(
-            [p in noted or (not isinstance(p, DTensor) and _has_gradient(p)) for p in parameters]
+            [p in noted or (not isinstance(p, DTensor) and has_gradient(p)) for p in parameters]
         ).int()
         if dist.get_world_size() > 1:
             used = used.to(parameters[0].device)
@@ -258,11 +258,6 @@ def drop_unused(root: FSDPModule, profile: ModelProfile) -> None:
 
 _USED: WeakKeyDictionary[nn.Module, set[nn.Parameter]] = WeakKeyDictionary()
 """Shards with a gradient in the step under way, of models whose path varies."""
-
-
-def _has_gradient(parameter: nn.Parameter) -> bool:
-    """True if it is not zero."""
-    return parameter.grad is not None and bool(local_part(parameter.grad).any())
 
 
 def start_over(model: nn.Module, plan: Plan) -> None:

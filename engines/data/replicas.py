@@ -55,6 +55,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """True if this rank's part of the gradient is there and not zero."""
+    return parameter.grad is not None and bool(local_part(parameter.grad).any())
+
+
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype in their order, until a bucket is full."""
     filling: dict[torch.dtype, list[Tensor]] = {}

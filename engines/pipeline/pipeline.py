@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.data.replicas import has_gradient
 from engines.pipeline.evaluation import forward_only
 from engines.pipeline.hooks import UserHooks
 from engines.pipeline.model_snapshot import ModelSnapshot
@@ -154,7 +155,7 @@ class Pipeline:
         sum_ties(self._ties, self._model)
         for name in self._unused:
             parameter = self._model.get_parameter(name)
-            if parameter.grad is not None and not parameter.grad.any():
+            if not has_gradient(parameter):
                 parameter.grad = None
 
     def evaluate(self, pieces: Sequence[Batch], weights: Sequence[Tensor]) -> Tensor:

@@ -335,6 +335,9 @@ def _partial(
     parts: Container[str],
 ) -> frozenset[str]:
     """The whole parameters whose gradients are parts of a sum; `parts` are among them."""
+    if cuts and whole.of_parameters.keys().isdisjoint(cuts):
+        # Its forward was replaced by a function that calls the module that was copied, say.
+        raise _UnitDiffers("a copy of it computes nothing with its own parameters")
     floor = _largest(whole.of_parameters.values())
     partial = set()
     for name, wanted in whole.of_parameters.items():

@@ -2,9 +2,9 @@
 
 glibc keeps freed memory for later, but for large tensors: what is as large as `MAPPED_BYTES` is
 mapped by each allocation and unmapped when it is freed (mallopt(3), M_MMAP_THRESHOLD: it grows with
-what is freed, up to this). A page fault zeroes 4 KiB and takes about a microsecond, so that a
-gradient of 64 MiB took ten times as long to be written first as again (`advise probe --bench`).
-Smaller tensors are mapped anew only where much of the heap's top is free, which is not known here.
+what is freed, up to this). A page fault zeroes 4 KiB and takes about a microsecond; the bench times
+it (`new_memory` of `advise probe --bench`, beside `memory_bandwidth`). Smaller tensors are mapped
+anew only where much of the heap's top is free, which is not known here.
 """
 
 from __future__ import annotations

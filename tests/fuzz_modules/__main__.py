@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> int:
         if out is not None and out.exists():
             known = FuzzedModules.load(out)
             is_same = (known.torch, known.seed) == (before.torch, before.seed)
+            is_same &= [counts.plan for counts in known.plans] == plans and not given.block
             before = known if is_same else before
         blocks = tuple(given.block)
         runs = [(Program(case.seed, only=blocks), [case.plan]) for case in before.wrong]

@@ -6,7 +6,8 @@
     --out FILE                  tests/validation/zoo.json unless named
     --counts                    say what FILE knows, and run nothing
 
-What FILE knows is left out, so that a run that was stopped goes on. It is written after each class.
+What FILE knows is left out, so that a run that was stopped goes on, unless it is of other versions
+of torch or transformers. It is written after each class.
 The exit status is 1 if a cell neither trained nor was refused.
 """
 
@@ -36,8 +37,8 @@ def main(arguments: list[str]) -> int:
     )
     if options.out.exists():
         before = Classes.load(options.out)
-        known = {"cells": before.cells, "not_counted": before.not_counted}
-        results = results.model_copy(update=known)
+        if (before.torch, before.transformers) == (results.torch, results.transformers):
+            results = before
     if not options.counts:
         results = _run(results, options)
     print(counts(results, PLANS))

@@ -18,7 +18,7 @@ from profiles.capture.batch import call_model, loss_of
 from profiles.capture.capture import capture
 from profiles.errors import AdvisorError, PlanError
 from profiles.model.profile import ModelProfile
-from tests.fuzz_modules.parity import NUDGES, nudge
+from tests.fuzz_modules.parity import LARGEST, NUDGES, nudge
 from tests.matrix.cell import Difference, difference
 from tests.matrix.plans import completed
 from tests.matrix.results import Cell, Outcome
@@ -109,7 +109,14 @@ def cells_of(name: str, plans: Iterable[str], pool: Pool) -> Iterator[Cell] | st
         return _all(name, plans, Outcome.FAILED, "look", cause(str(failure)))
     if looked.profile is None:
         return _all(name, plans, Outcome.REFUSED, "look", looked.refusal)
-    return _cells(name, plans, choice, looked, looked.profile, pool)
+    try:
+        return iter(list(_cells(name, plans, choice, looked, looked.profile, pool)))
+    except _Unsteady as error:
+        return str(error)
+
+
+class _Unsteady(Exception):
+    """A class whose gradients in one process are rounding, or chance, alone."""
 
 
 def _all(name: str, plans: list[str], outcome: Outcome, rule: str, text: str) -> Iterator[Cell]:
@@ -136,6 +143,11 @@ def _cells(
             cell = cell.model_copy(update=refused)
         if cell.outcome is Outcome.DIFFERED and (cell.loss_error or 0) < TOLERANCE:
             (rounded,) = pool.run(rounding, name, choice, cell.worst_gradient, world_size=1)
+            if rounded > LARGEST:
+                raise _Unsteady(
+                    f"a last bit, or other random numbers, change the gradient of"
+                    f" {cell.worst_gradient} by {rounded:.1e}"
+                )
             if (cell.gradient_error or 0) <= 2 * rounded:  # both sides are rounded
                 why = f"a last bit, or other random numbers, change it by {rounded:.1e}"
                 cell = cell.model_copy(update={"outcome": Outcome.TRAINED, "text": why})

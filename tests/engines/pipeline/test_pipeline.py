@@ -115,7 +115,7 @@ def test_gradients_reach_the_modules_of_reentrant_checkpoints(pool: Pool, border
     check(pool, "reentrant", f"pp=2 schedule=1f1b microbatches=2 stages={border}")
 
 
-@pytest.mark.parametrize("border", ["blocks.1", "blocks.2", "norm"])
+@pytest.mark.parametrize("border", ["blocks.1", "blocks.2", "norm", "blocks.2 dp_shard=2"])
 def test_layers_that_no_loss_depends_on_have_no_gradient(pool: Pool, border: str) -> None:
     check(pool, "early-features", f"pp=2 schedule=1f1b microbatches=2 stages={border}")
 

@@ -57,40 +57,44 @@ def test_a_norm_over_heads_has_partial_gradients() -> None:
 
 @pytest.mark.parametrize("kind", ["boolean", "numbers"])
 def test_a_mask_hides_no_parameter_from_the_trial(kind: str) -> None:
-    batch = torch.randn(2, 8, units.WIDTH, generator=torch.Generator().manual_seed(3))
-    (each,) = unit_kinds(units.WithMask(kind), batch, ["blocks.0"], has_target=False)
-    styles = {path: (Style.parse(word),) for path, word in HEADS.items()}
-    actual = prove_unit(copy_unit(units.WithMask(kind), each), styles, size=2)
-    assert (actual.why_not, set(actual.partial)) == ("", {"scale"})
+    assert of_block(units.WithMask(kind)) == ("", {"scale"})
 
 
-class TakenWithin(nn.Module):
-    """The model's output is what its block made, taken by the block itself, as where forwards are
-    replaced to collect hidden states."""
+TAKEN: list[Tensor] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Tensor] = []
-        self.blocks = nn.ModuleList([units.NormedHeads()])
-        block = self.blocks[0]
-        own = block.forward
 
-        def collected(x: Tensor) -> Tensor:
-            self.made.append(own(x))
-            return self.made[-1]
-
-        block.forward = collected  # type: ignore[method-assign]
+class Taken(units.NormedHeads):
+    """Its output is taken within its call, as where forwards collect hidden states."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.made.clear()
-        self.blocks[0](x)
-        return self.made[0]
+        TAKEN.append(super().forward(x))
+        return TAKEN[-1]
+
+
+class TakesWithin(units.Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x)
+        return TAKEN.pop()
+
+
+def of_block(model: nn.Module) -> tuple[str, set[str]]:
+    batch = torch.randn(2, 8, units.WIDTH, generator=torch.Generator().manual_seed(3))
+    (each,) = unit_kinds(model, batch, ["blocks.0"], has_target=False)
+    styles = {path: (Style.parse(word),) for path, word in HEADS.items()}
+    actual = prove_unit(copy_unit(model, each), styles, size=2)
+    return actual.why_not, set(actual.partial)
 
 
 def test_what_a_model_takes_within_a_call_is_proved_too() -> None:
-    batch = torch.randn(2, 8, units.WIDTH, generator=torch.Generator().manual_seed(3))
-    (each,) = unit_kinds(TakenWithin(), batch, ["blocks.0"], has_target=False)
-    assert each.call.used == {0}
+    assert of_block(TakesWithin([Taken()])) == ("", {"q_norm.weight", "q_norm.bias"})
+
+
+def test_a_forward_that_is_bound_to_the_module_that_was_copied_is_not_proved() -> None:
+    block = units.NormedHeads()
+    own = block.forward
+    block.forward = lambda x: own(x)  # type: ignore[method-assign]
+    why_not, _ = of_block(units.Stack([block]))
+    assert why_not == "a copy of it computes nothing with its own parameters"
 
 
 class Unreached(nn.Module):
