@@ -2,6 +2,7 @@
 
     --minutes 9            for all of it, the set-up too
     --part a               this part (may be given again); else all, in order
+    --only REGEX           cases whose name it is found in
     --again                what was measured before, too
     --out FILE             tests/validation/gpu.json unless named; the device's curve beside it
     --show                 the table of FILE, and run nothing
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> int:
         minutes=options.minutes,
         out=options.out if has_gpu else None,
         again=options.again,
+        only=options.only,
         says=_say,
         in_process=not has_gpu,
     )
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--part", action="append", choices=list(PARTS))
+    parser.add_argument("--only", default="")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--show", action="store_true")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,7 @@ class Run:
         minutes: for all of it.
         out: None keeps nothing.
         again: run what was measured before, too.
+        only: a regular expression; cases whose name it is not found in are left for another run.
         says: called with a line for each case.
     """
 
@@ -139,6 +141,7 @@ class Run:
     minutes: float
     out: Path | None
     again: bool = False
+    only: str = ""
     says: Callable[[str], None] = print
     in_process: bool = False
     worker: Worker = field(default_factory=Worker)
@@ -169,6 +172,7 @@ class Run:
         self, part: str, results: Results, ends: float, done: set[tuple[str, str]]
     ) -> Results:
         every = cases_of(part, is_small=results.is_small)
+        every = [case for case in every if re.search(self.only, case.name)]
         if part != "b" and results.bench is None:
             every = [*cases_of("b", is_small=results.is_small)[:1], *every]
         tried = {(result.part, result.name) for result in results.cases}
