@@ -417,11 +417,16 @@ def tree(form: str, no_color: bool) -> None:
 
 
 @cli.command()
-@click.option("--ranks", callback=count, default="2", show_default=True, help="Processes to start.")
+@click.option(
+    "--ranks",
+    callback=count,
+    metavar="N",
+    help="Processes to start. Default: 2, but no more than there are GPUs.",
+)
 @pins_option
 @click.option("--steps", callback=count, metavar="N", help="Optimizer steps to train.")
 @common_options
-def demo(ranks: int, partial: str, steps: int | None, no_color: bool) -> None:
+def demo(ranks: int | None, partial: str, steps: int | None, no_color: bool) -> None:
     """Decide for this machine, train a small GPT as decided, compare with what was predicted."""
     from advisor.tutorial.demo.launch import run as launched
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_tensors
+from profiles.capture.batch_tree import batch_tensors, map_batch
 from profiles.torch_compat import version_of
 
 
@@ -98,6 +98,13 @@ class CopiesAhead:
                     self._stream.wait(copied.mark, [copy for _, _, copy in copied.tensors.values()])
                 return own[2]
         return tensor.to(self._device, non_blocking=True)
+
+    def here(self, values: Any) -> Any:
+        """Values in containers with their tensors on the device; the same containers where all
+        are there, for a model may write into them."""
+        if all(tensor.device == self._device for tensor in batch_tensors(values)):
+            return values
+        return map_batch(self.moved, values)
 
     def _begin(self, batch: Batch) -> None:
         self._stream = self._stream or CudaCopyStream(self._device)

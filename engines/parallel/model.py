@@ -214,6 +214,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
     @rank_error_context("running the model")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward in the plan's precision; outputs are fp32 or as built.
+        Inputs are moved to this rank's device, as DDP does.
 
         Raises:
             PlanError: in a pipeline no rank has the whole model.
@@ -231,7 +232,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         def whole(*args: Any, **kwargs: Any) -> Any:
             return whole_tensors(self._run_forward(*args, **kwargs))
 
-        context = self._context
+        context, (args, kwargs) = self._context, self._cutter.copies.here((args, kwargs))
         output = context.forward(whole, args, kwargs) if context else whole(*args, **kwargs)
         for tensor in every_tensor_in(output):
             if tensor.requires_grad:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from engines.data.noise_scale import NoiseMeter, NoiseScale
@@ -39,6 +40,11 @@ class MonitoringMixin:
     _rates: Rates
     _noise: NoiseMeter | None
     _rank_timer: RankTimer
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's: where parameters, outputs and losses lie."""
+        return self._job.device
 
     @rank_error_context("comparing the times of ranks")
     def imbalance(self) -> Imbalance:

@@ -45,7 +45,7 @@ def main(plan: str | None = None) -> tuple[float, float]:
         for number, (points, classes) in enumerate(sharded):
             is_last = number % MICROBATCHES == MICROBATCHES - 1
             with nullcontext() if is_last else parallel.no_sync():
-                loss = F.cross_entropy(parallel(points), classes)
+                loss = F.cross_entropy(parallel(points), classes.to(parallel.device))
                 (loss / MICROBATCHES).backward()
             if is_last:
                 parallel.clip_grad_norm_(1.0)
@@ -55,7 +55,7 @@ def main(plan: str | None = None) -> tuple[float, float]:
     parallel.eval()
     with torch.no_grad():
         for points, classes in parallel.shard(DataLoader(data(), batch_size=16)):
-            output = parallel(points)
+            output, classes = parallel(points), classes.to(parallel.device)
             total += F.cross_entropy(output, classes, reduction="sum").item()
             hits += int((output.argmax(-1) == classes).sum())
             rows += len(classes)

@@ -129,7 +129,7 @@ def _curve(setting: Setting) -> Iterator[Row]:
 def _square(setting: Setting, dtype: str, edge: int) -> Row:
     flop = 2.0 * edge**3
     with _Tf32(dtype == "tfloat32"):
-        seconds = setting.seconds(_product(setting, dtype, edge, edge, edge))
+        seconds = setting.kernel_seconds(_product(setting, dtype, edge, edge, edge))
 
     def rate(device: Device) -> float:
         peak = peak_flop_per_s(device, dtype).value
@@ -149,9 +149,9 @@ def _layers(setting: Setting) -> Iterator[Row]:
             device: Device, load: ProductLoad = load, flop: float = flop, moved: float = moved
         ) -> float:
             rates = DeviceRates.of(device, dtype, TORCH, CALIBRATION)
-            return max(rates.product_s(load, flop, moved), rates.launch_s)
+            return rates.product_s(load, flop, moved)
 
-        measured_s = setting.seconds(_product(setting, dtype, m, n, k))
+        measured_s = setting.kernel_seconds(_product(setting, dtype, m, n, k))
         yield _row(setting, f"{m} x {n} x {k}", Unit.SECONDS, measured_s, seconds)
 
 
@@ -240,13 +240,9 @@ def _attention(name: str, setting: Setting) -> Iterator[Row]:
             nullcontext() if backend is None else sdpa_kernel(backend)
         )
         with chosen:
-            forward_s = setting.seconds(functools.partial(_attended, q, k, v))
-            out = _attended(q, k, v)
-            gradient = torch.randn_like(out)
-            backward_s = setting.seconds(
-                functools.partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
-            )
-        del out
+            forward_s = setting.kernel_seconds(functools.partial(_attended, q, k, v))
+            both = functools.partial(_attended_and_back, q, k, v, torch.randn_like(q))
+            backward_s = setting.kernel_seconds(both) - forward_s
         kernel = _KERNELS.get(name, AttentionKernel.FLASH2)
         for way, seconds, flop in (
             ("forward", forward_s, forward_flop),
@@ -263,6 +259,10 @@ def _attention(name: str, setting: Setting) -> Iterator[Row]:
 
 def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _attended_and_back(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> None:
+    torch.autograd.grad(_attended(q, k, v), (q, k, v), gradient)
 
 
 def _attention_rate(kernel: AttentionKernel, dtype: torch.dtype, device: Device) -> float:

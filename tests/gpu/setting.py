@@ -17,6 +17,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from profiles.machine.bench.device import REPLAYED, replayed
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe
 from tests.contract.watch import LiveBytes
@@ -109,6 +110,12 @@ class Setting:
             pairs.append((first, last))
         self.synchronize()
         return statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e-3 / runs
+
+    def kernel_seconds(self, work: Callable[[], object], *, at_most_s: float = 1.0) -> float:
+        """As `seconds`, without launches on CUDA: many of `work`, launched as one graph."""
+        if not self.is_cuda:
+            return self.seconds(work, at_most_s=at_most_s)
+        return self.seconds(replayed(work), at_most_s=at_most_s) / REPLAYED
 
 
 def _clocked(work: Callable[[], object], runs: int) -> float:

@@ -9,20 +9,27 @@ from profiles.errors import InputError, PlanError
 from profiles.machine.host import machine_cores, machine_memory_bytes
 from profiles.units import GIB, format_gib
 
+RANKS = 2
 GLOBAL_BATCH = 16
 TIME_LIMIT_S = 900.0  # longer means a hang
 # The fullest rank of 1 to 4 peaks at 0.6 to 0.8 GiB; half of that is the interpreter and torch.
 RANK_BYTES = 0.8 * GIB
 
 
-def run(*, ranks: int, plan: str, steps: int | None) -> int:
+def run(*, ranks: int | None, plan: str, steps: int | None) -> int:
     """Train on `ranks` local processes; return the job's exit code.
+
+    `ranks`: None for `RANKS`, and one of each GPU where there are fewer.
 
     Raises:
         InputError: this machine, or the batch, is too small for so many ranks.
         PlanError: the plan needs another number of ranks, or there is no prediction for it.
         RankError: the job did not end within `TIME_LIMIT_S`.
     """
+    if ranks is None:
+        from profiles.machine.gpus import gpu_count  # torch counts them
+
+        ranks = min(RANKS, gpu_count() or RANKS)
     _require_room(ranks)
     needed = Plan.parse(plan).world_size
     if PartialPlan.parse(plan).fixes(*AXES) and needed != ranks:

@@ -393,9 +393,9 @@ class TestDemo:
         monkeypatch.setattr("advisor.tutorial.demo.launch.run", run)
         return seen
 
-    def test_starts_two_ranks_and_decides_itself(self, calls: list[dict[str, object]]) -> None:
+    def test_takes_the_usual_ranks_and_decides_itself(self, calls: list[dict[str, object]]) -> None:
         assert advise("demo").exit_code == 3  # what the job said
-        assert calls == [{"ranks": 2, "plan": "", "steps": None}]
+        assert calls == [{"ranks": None, "plan": "", "steps": None}]
 
     def test_forces_a_plan(self, calls: list[dict[str, object]]) -> None:
         advise("demo", "--ranks", "4", "--plan", "dp_shard=4", "--steps", "5")

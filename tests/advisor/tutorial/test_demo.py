@@ -108,6 +108,22 @@ def test_a_plan_for_another_number_of_ranks_is_refused_before_anything_starts(
     assert "advise demo --ranks 4 --plan 'dp_shard=4'" in run.stderr
 
 
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (8, 2)])
+def test_two_ranks_are_started_but_one_where_there_is_one_gpu(
+    gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def run_local_ranks(*_: object, ranks: int, **__: object) -> int:
+        started.append(ranks)
+        return 0
+
+    monkeypatch.setattr("profiles.machine.gpus.gpu_count", lambda: gpus)
+    monkeypatch.setattr(launch, "run_local_ranks", run_local_ranks)
+    assert launch.run(ranks=None, plan="", steps=None) == 0
+    assert started == [ranks]
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [

@@ -61,9 +61,9 @@ def test_the_kernel_of_cuda_takes_the_later_half_of_the_queries() -> None:
     gradient = torch.randn_like(wanted)
     wanted.backward(gradient)
     out, lse = attend(q, k, v, is_causal=False, scale=0.2)
-    given = (t[:, :, rows] for t in (gradient.bfloat16(), q))
+    later, its_out, its_lse = (t[:, :, rows] for t in (q, out, lse))
     gradients = attend_backward(
-        *given, k, v, out[:, :, rows], lse[:, :, rows], is_causal=False, scale=0.2
+        gradient.bfloat16(), later, k, v, its_out, its_lse, is_causal=False, scale=0.2
     )
     for got, leaf, own in zip(gradients, leaves, (rows, slice(None), slice(None)), strict=True):
         assert leaf.grad is not None

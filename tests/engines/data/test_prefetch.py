@@ -106,3 +106,12 @@ class _Aside(ShardedLoader):
     """Loads as if workers did."""
 
     _loads_aside = True  # type: ignore[assignment]
+
+
+def test_arguments_are_moved_and_containers_that_are_there_stay_the_same() -> None:
+    there = CopiesAhead(torch.device("meta"), Notes())
+    cache = {"keys": [torch.ones(2, device="meta")]}
+    (ids,), names = there.here(((torch.ones(3),), {"mask": torch.ones(3), "cache": cache}))
+    assert ids.is_meta
+    assert names["mask"].is_meta
+    assert there.here(((ids,), {"cache": cache}))[1]["cache"] is cache
