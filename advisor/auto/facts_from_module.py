@@ -86,6 +86,7 @@ def facts_from_module(
         loss_fn=loss_fn,
         name=type(model).__name__,
         batch_dims=batch_dims,
+        on_processor=cluster.device.kind == "cpu",
     )
     profile = _profile(look, is_reduced=is_reduced, may_leave_out=may_reduce)
     if wanted is None or wanted == AUTO:

@@ -72,8 +72,7 @@ def profile_model(
         numerics: kinds to capture beside `AS_BUILT`; those that the model's dtype rules out are
             left out.
         timed: run its blocks on this machine too, and add their times.
-        on_processor: it trains there, where torch writes out attention with dropout; told of
-            configs that are counted in closed form.
+        on_processor: it trains there, where torch writes out attention with dropout.
         on_load: called with the module, where one is built.
 
     Raises:
@@ -123,12 +122,15 @@ def profile_model(
     loaded = load_model(text, samples=samples, sequence_length=sequence_length)
     if on_load is not None:
         on_load(loaded)
-    profile = _captured(loaded, (Numerics.AS_BUILT, *numerics))
+    kinds = (Numerics.AS_BUILT, *numerics)
+    profile = _captured(loaded, kinds, on_processor=on_processor)
     profile = profile.model_copy(update=_made_from(text))
     return _timed(loaded, profile) if timed else profile
 
 
-def _captured(loaded: LoadedModel, numerics: Sequence[Numerics]) -> ModelProfile:
+def _captured(
+    loaded: LoadedModel, numerics: Sequence[Numerics], *, on_processor: bool
+) -> ModelProfile:
     from profiles.capture.capture import capture
 
     wanted = numerics if _has_float32(loaded.module) else (Numerics.AS_BUILT,)
@@ -139,6 +141,7 @@ def _captured(loaded: LoadedModel, numerics: Sequence[Numerics]) -> ModelProfile
             loss_fn=loaded.loss_fn,
             numerics=tuple(dict.fromkeys(wanted)),
             name=loaded.name,
+            on_processor=on_processor,
         )
     except ModelError as error:
         if ":" in loaded.name:
@@ -191,7 +194,8 @@ def profile_of_config(
             Path(where), samples=samples, sequence_length=sequence_length, content=config
         )
         loaded = LoadedModel(module, batch, None, like.name)
-    return _captured(loaded, like.numerics).model_copy(update={"config": dict(config)})
+    profile = _captured(loaded, like.numerics, on_processor=like.on_processor)
+    return profile.model_copy(update={"config": dict(config)})
 
 
 def profile_of_factory(factory: str, *, like: ModelProfile, sequence_length: int) -> ModelProfile:
@@ -214,7 +218,7 @@ def profile_of_factory(factory: str, *, like: ModelProfile, sequence_length: int
     else:
         sample = _resized(rest[0], like.tokens_per_sample, sequence_length)
         loaded = LoadedModel(module, sample, rest[1] if len(rest) == 2 else None, factory)
-    profile = _captured(loaded, like.numerics)
+    profile = _captured(loaded, like.numerics, on_processor=like.on_processor)
     return profile.model_copy(update={"name": like.name, "factory": factory})
 
 

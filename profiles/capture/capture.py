@@ -41,6 +41,7 @@ def capture(
     name: str | None = None,
     every_block: bool = False,
     batch_dims: SaidDims = None,
+    on_processor: bool = True,
 ) -> ModelProfile:
     """Profile one forward and backward of `model`, without running it where that is possible.
 
@@ -52,8 +53,8 @@ def capture(
     mode it is in: call `model.train()` first. Two looks, at the sample's batch and at twice it,
     tell what is fixed from what grows per sample.
 
-    Kernels are those that torch has on a CPU: attention with dropout counts unfused, recurrent
-    layers count step by step, an LSTM as oneDNN runs it. Models of transformers have the attention
+    Kernels are those that torch has on a CPU: attention with dropout counts unfused unless
+    `on_processor` is false, recurrent layers count step by step, an LSTM as oneDNN runs it. Models of transformers have the attention
     masks of a real run (see `profiles.capture.transformers_compat`); one given in the sample counts
     as if it hid something.
 
@@ -66,6 +67,7 @@ def capture(
         every_block: run each block. Else two of those that are equal run, and the rest are taken to
             be as the second.
         batch_dims: dimensions of the batch that are known, see `profiles.capture.batch_dims`.
+        on_processor: the model trains there; else attention with dropout counts as fused.
 
     Raises:
         BatchError: tensors of the sample have no number of rows in common, or a target is missing.
@@ -75,7 +77,11 @@ def capture(
     require_module(model)
     _require_plain_tensors(sample)
     subject = TracedModel(
-        model, sample, loss_fn, sample_dims(model, sample, loss_fn, said=batch_dims)
+        model,
+        sample,
+        loss_fn,
+        sample_dims(model, sample, loss_fn, said=batch_dims),
+        on_processor=on_processor,
     )
     if not batch_size(sample, subject.dims):
         raise BatchError(
@@ -129,6 +135,7 @@ def capture(
         },
         source=traced.source,
         reads=traced.reads,
+        on_processor=on_processor,
     )
     own = {unit.name: subject.parameters_of(unit.name) for unit in profile.units}
     return with_whole(profile, whole_parameters(subject.model, profile), own)

@@ -25,6 +25,7 @@ class TracedModel:
 
     Attributes:
         dims: of the sample, see `profiles.capture.batch_dims`.
+        on_processor: attention with dropout is written out, see `FusedAttention`.
         units: see `find_units`.
         owners: unit of each module, by id.
         parameters: each once, in the order of the modules.
@@ -38,6 +39,7 @@ class TracedModel:
     sample: Batch
     loss_fn: LossFn | None
     dims: Dims = field(default_factory=dict)
+    on_processor: bool = True
     units: tuple[Unit, ...] = field(init=False)
     owners: dict[int, str] = field(init=False)
     parameters: dict[int, nn.Parameter] = field(default_factory=dict, init=False)

@@ -17,6 +17,7 @@ from profiles.capture.copy_trace import Copy
 from profiles.capture.dispatch_modes import TraceMode
 from profiles.capture.fake_mode import KEPT, FakeRunMode
 from profiles.capture.fake_tensors import Fakes, stand_ins
+from profiles.capture.fused_attention import FusedAttention
 from profiles.capture.known_values import ArrayReads, known_values
 from profiles.capture.loss_watch import LossWatch
 from profiles.capture.lstm_kernels import LstmKernels
@@ -162,7 +163,8 @@ def trace_step(
         with trace.on(batch):
             watch = LossWatch(batch)
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
-            with trace.saving(), autocast, watch:
+            attention = nullcontext() if subject.on_processor else FusedAttention()
+            with trace.saving(), autocast, watch, attention:
                 roots, has_loss = _forward(subject, batch, trace)
             _note_left(subject, trace)
             trace.flow.note_kept()

@@ -213,6 +213,7 @@ class ModelProfile(Document):
         stack: the software whose kernels the costs are of, where it is not what was captured.
         source: how costs were counted.
         reads: code that acts on values of the sample; the profile is of the sample's path.
+        on_processor: False if attention with dropout was counted as accelerators run it.
     """
 
     name: str
@@ -241,6 +242,7 @@ class ModelProfile(Document):
     stack: str = ""
     source: CaptureSource = CaptureSource.FAKE
     reads: tuple[ValueRead, ...] = ()
+    on_processor: bool = True
 
     def to_json(self) -> str:
         """The same bytes for the same value; without defaults, which are two thirds of it."""

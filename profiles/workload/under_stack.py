@@ -55,8 +55,10 @@ def calls_processor(model: ModelProfile) -> bool:
 
 
 def is_for_accelerators(model: ModelProfile) -> bool:
-    """True if a call of attention was counted as fused that torch's kernel for processors does not
+    """True if calls of attention were counted as fused that torch's kernel for processors does not
     take: with dropout, or values of another width."""
+    if not model.on_processor:
+        return True
     costs = (cost for unit in model.units for cost in unit.costs.values())
     calls = (call for cost in costs for call in cost.calls())
     return any(call.dropout or call.width != call.value_width for call in calls)

@@ -1,0 +1,67 @@
+"""Attention with dropout: written out on a processor, one kernel on accelerators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from profiles.capture.capture import capture
+from profiles.model.profile import ModelProfile
+
+HEADS, TOKENS, WIDTH = 2, 64, 16
+
+
+class Attention(nn.Module):
+    """Self-attention on (B, T, C); `bias` is added to the scores."""
+
+    def __init__(self, dropout: float, *, bias: bool = False, by_name: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout, self.by_name = dropout, by_name
+        self.bias = nn.Parameter(torch.zeros(HEADS, TOKENS, TOKENS)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        if self.by_name:
+            y = F.scaled_dot_product_attention(
+                query=q, key=k, value=v, attn_mask=self.bias, dropout_p=self.dropout
+            )
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, self.bias, self.dropout)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+
+def profile(model: nn.Module, *, on_processor: bool) -> ModelProfile:
+    return capture(model.train(), torch.ones(2, TOKENS, WIDTH), on_processor=on_processor)
+
+
+def activation_bytes(profile: ModelProfile) -> float:
+    """Of one sample more."""
+    costs = [cost for unit in profile.units for cost in unit.costs.values()]
+    return sum(cost.activation_bytes.per_sample for cost in costs)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_on_accelerators_dropout_keeps_no_scores(by_name: bool) -> None:
+    """What stays is what a model without dropout keeps."""
+    dropped = profile(Attention(0.1, by_name=by_name), on_processor=False)
+    plain = profile(Attention(0.0, by_name=by_name), on_processor=True)
+    assert activation_bytes(dropped) == activation_bytes(plain)
+    assert not dropped.on_processor
+
+
+def test_on_a_processor_the_scores_and_their_mask_are_kept() -> None:
+    scores = HEADS * TOKENS * TOKENS
+    written_out = profile(Attention(0.1), on_processor=True)
+    fused = profile(Attention(0.1), on_processor=False)
+    more = activation_bytes(written_out) - activation_bytes(fused)
+    assert more >= scores * (4 + 1)  # probabilities in fp32, and a mask of bytes
+
+
+def test_a_bias_that_is_trained_is_written_out_on_both() -> None:
+    here = profile(Attention(0.1, bias=True), on_processor=True)
+    there = profile(Attention(0.1, bias=True), on_processor=False)
+    assert activation_bytes(here) == activation_bytes(there)
