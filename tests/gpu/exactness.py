@@ -114,7 +114,12 @@ def compared(
     profile = capture(model, sample, loss_fn=subject.loss_fn, numerics=numerics)
     if plan.tp > 1:
         proposal = propose_styles(
-            model, sample, size=plan.tp, profile=profile, has_target=subject.loss_fn is not None
+            model,
+            sample,
+            size=plan.tp,
+            profile=profile,
+            has_target=subject.loss_fn is not None,
+            by_tokens=plan.sequence_parallel,
         )
         plan = plan.model_copy(update={"tensor_styles": proposal.styles})
     parallel = apply_plan(

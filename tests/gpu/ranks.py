@@ -1,12 +1,14 @@
 """Ranks that share one device, and one rank under NCCL.
 
 NCCL refuses two ranks on one device, so that there it is one: every collective is made, of one.
-gloo takes CUDA tensors by way of main memory, and lets two ranks share a device: what those send
-each other, and when they wait for it, is as among devices of their own.
+gloo lets two ranks share a device, but takes CUDA tensors for all-reduces and broadcasts alone, as
+in DDP. Else what two ranks send each other goes through main memory, see `tests.gpu.staged`: each
+kernel and copy on the device, and its stream, is as among devices of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
@@ -24,6 +26,7 @@ from tests.gpu.case import Case
 from tests.gpu.exactness import compared
 from tests.gpu.results import Row, Unit
 from tests.gpu.setting import Setting
+from tests.gpu.staged import staged
 from tests.workers import Pool
 
 NCCL, GLOO = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
@@ -33,11 +36,14 @@ ALONE = (
     ("gpt", "zero=1 precision=bf16"),
     ("gpt", "zero=3 offload=states"),
 )
+GLOO_PAIR = ("gpt", "dp_replicate=2")
+"""By gloo as it is."""
 PAIRS = (
     ("gpt", "dp_replicate=2"),
     ("gpt", "dp_shard=2 accumulation=2"),
     ("gpt", "dp_replicate=2 zero=1"),
     ("gpt", "tp=2"),
+    ("gpt", "tp=2 sequence_parallel=true"),
     ("gpt", "pp=2 microbatches=2 schedule=1f1b stages=blocks.1"),
     ("gpt", "dp_replicate=2 aggregation=ring"),
     ("gpt", "dp_replicate=2 precision=bf16 compression=bf16"),
@@ -53,21 +59,33 @@ def cases(*, is_small: bool) -> list[Case]:
     given to `run_pair`."""
     if is_small:
         return []
-    alone = [(1, NCCL, name, settings) for name, settings in ALONE]
-    pairs = [(2, GLOO, name, settings) for name, settings in PAIRS]
     return [
         Case("1 rank, nccl: collectives", functools.partial(_collected, 1, NCCL), LIMIT_S),
         Case("1 rank, nccl: bench", functools.partial(_benched, 1, NCCL), LIMIT_S),
         *(
             Case(
-                f"{ranks} rank{'s' if ranks > 1 else ''}, {'nccl' if ranks == 1 else 'gloo'}:"
-                f" {name}, {settings}",
-                functools.partial(_compared, ranks, backend, name, settings),
+                f"1 rank, nccl: {name}, {settings}",
+                functools.partial(_compared, 1, NCCL, name, settings),
                 LIMIT_S,
             )
-            for ranks, backend, name, settings in alone + pairs
+            for name, settings in ALONE
         ),
-        Case("2 ranks, gloo: collectives", functools.partial(_collected, 2, GLOO), LIMIT_S),
+        *(
+            Case(
+                f"2 ranks, {'staged' if is_staged else 'gloo'}: {name}, {settings}",
+                functools.partial(_compared, 2, GLOO, name, settings, is_staged=is_staged),
+                LIMIT_S,
+            )
+            for name, settings, is_staged in (
+                (*GLOO_PAIR, False),
+                *((*pair, True) for pair in PAIRS),
+            )
+        ),
+        Case(
+            "2 ranks, staged: collectives",
+            functools.partial(_collected, 2, GLOO, is_staged=True),
+            LIMIT_S,
+        ),
     ]
 
 
@@ -94,33 +112,48 @@ def close_pools() -> None:
 
 
 def _compared(
-    ranks: int, backend: str, name: str, settings: str, setting: Setting
+    ranks: int,
+    backend: str,
+    name: str,
+    settings: str,
+    setting: Setting,
+    *,
+    is_staged: bool = False,
 ) -> Iterator[Row]:
-    yield from run_pair(_pool(ranks, backend), ranks, name, settings)
+    yield from run_pair(_pool(ranks, backend), ranks, name, settings, is_staged=is_staged)
 
 
-def run_pair(pool: Pool, ranks: int, name: str, settings: str) -> list[Row]:
+def run_pair(
+    pool: Pool, ranks: int, name: str, settings: str, *, is_staged: bool = False
+) -> list[Row]:
     """The worst of the ranks, row by row."""
-    of_ranks = pool.run(_rows_of_rank, name, settings, world_size=ranks, timeout_s=LIMIT_S - 5)
+    of_ranks = pool.run(
+        _rows_of_rank, name, settings, is_staged, world_size=ranks, timeout_s=LIMIT_S - 5
+    )
     return [max(rows, key=lambda row: row.measured) for rows in zip(*of_ranks, strict=True)]
 
 
-def _rows_of_rank(name: str, settings: str) -> list[Row]:
+def _rows_of_rank(name: str, settings: str, is_staged: bool) -> list[Row]:
     device = join_world().device
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    return compared(name, settings, device)
+    with staged(device) if is_staged else contextlib.nullcontext():
+        return compared(name, settings, device)
 
 
-def _collected(ranks: int, backend: str, setting: Setting) -> Iterator[Row]:
-    of_ranks = _pool(ranks, backend).run(collectives, world_size=ranks, timeout_s=LIMIT_S - 5)
+def _collected(
+    ranks: int, backend: str, setting: Setting, *, is_staged: bool = False
+) -> Iterator[Row]:
+    of_ranks = _pool(ranks, backend).run(
+        collectives, is_staged, world_size=ranks, timeout_s=LIMIT_S - 5
+    )
     for name, outcome in of_ranks[0].items():
         others = [results[name] for results in of_ranks[1:]]
         text = next((t for t in (outcome, *others) if t), "")
         yield Row(term=name, unit=Unit.ERROR, measured=float(bool(text)), limit=0.0, note=text)
 
 
-def collectives() -> dict[str, str]:
+def collectives(is_staged: bool = False) -> dict[str, str]:
     """Every collective that the engines call, on tensors of the device; what was wrong with it.
 
     Each rank has its number plus one in every element, so that results follow by hand.
@@ -188,11 +221,12 @@ def collectives() -> dict[str, str]:
         "barrier": barrier,
     }
     results = {}
-    for name, work in wanted.items():
-        try:
-            results[name] = "" if work() else "another result"
-        except RuntimeError as error:
-            results[name] = (str(error).splitlines() or ["?"])[0][:200]
+    with staged(device) if is_staged else contextlib.nullcontext():
+        for name, work in wanted.items():
+            try:
+                results[name] = "" if work() else "another result"
+            except RuntimeError as error:
+                results[name] = (str(error).splitlines() or ["?"])[0][:200]
     return results
 
 
