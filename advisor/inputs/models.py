@@ -26,7 +26,6 @@ from advisor.inputs.user_code import RETURN
 from profiles.errors import InputError, ModelError, UnknownNameError, a_type
 from profiles.model.profile import ModelProfile, Numerics
 from profiles.record import json_file
-from profiles.workload.under_stack import is_for_accelerators
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -122,18 +121,15 @@ def profile_model(
     loaded = load_model(text, samples=samples, sequence_length=sequence_length)
     if on_load is not None:
         on_load(loaded)
-    kinds = (Numerics.AS_BUILT, *numerics)
-    profile = _captured(loaded, kinds, on_processor=on_processor)
+    profile = _captured(loaded, (Numerics.AS_BUILT, *numerics), on_processor)
     profile = profile.model_copy(update=_made_from(text))
     return _timed(loaded, profile) if timed else profile
 
 
-def _captured(
-    loaded: LoadedModel, numerics: Sequence[Numerics], *, on_processor: bool
-) -> ModelProfile:
+def _captured(loaded: LoadedModel, kinds: Sequence[Numerics], on_processor: bool) -> ModelProfile:
     from profiles.capture.capture import capture
 
-    wanted = numerics if _has_float32(loaded.module) else (Numerics.AS_BUILT,)
+    wanted = kinds if _has_float32(loaded.module) else (Numerics.AS_BUILT,)
     try:
         return capture(
             loaded.module,
@@ -187,14 +183,14 @@ def profile_of_config(
                 sequence_length=sequence_length,
                 name=like.name,
                 numerics=like.numerics,
-                on_processor=not is_for_accelerators(like),
+                on_processor=like.on_processor,
                 where=where,
             )
         module, batch = hugging_face.build(
             Path(where), samples=samples, sequence_length=sequence_length, content=config
         )
         loaded = LoadedModel(module, batch, None, like.name)
-    profile = _captured(loaded, like.numerics, on_processor=like.on_processor)
+    profile = _captured(loaded, like.numerics, like.on_processor)
     return profile.model_copy(update={"config": dict(config)})
 
 
@@ -218,7 +214,7 @@ def profile_of_factory(factory: str, *, like: ModelProfile, sequence_length: int
     else:
         sample = _resized(rest[0], like.tokens_per_sample, sequence_length)
         loaded = LoadedModel(module, sample, rest[1] if len(rest) == 2 else None, factory)
-    profile = _captured(loaded, like.numerics, on_processor=like.on_processor)
+    profile = _captured(loaded, like.numerics, like.on_processor)
     return profile.model_copy(update={"name": like.name, "factory": factory})
 
 

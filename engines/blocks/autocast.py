@@ -6,11 +6,15 @@ import torch
 from torch import nn
 
 from profiles.torch_compat import Tree, map_tensors
+from profiles.torch_compat.grouped import autocast_grouped_products
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """The context that runs matmuls in `dtype` on fp32 parameters; None: that does nothing."""
+    """The context that runs matmuls in `dtype` on fp32 parameters, those of experts too; None: that
+    does nothing."""
     is_on = dtype is not None
+    if is_on:
+        autocast_grouped_products()
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=is_on)
 
 

@@ -54,9 +54,9 @@ def capture(
     tell what is fixed from what grows per sample.
 
     Kernels are those that torch has on a CPU: attention with dropout counts unfused unless
-    `on_processor` is false, recurrent layers count step by step, an LSTM as oneDNN runs it. Models of transformers have the attention
-    masks of a real run (see `profiles.capture.transformers_compat`); one given in the sample counts
-    as if it hid something.
+    `on_processor` is false, recurrent layers count step by step, an LSTM as oneDNN runs it. Models
+    of transformers have the attention masks of a real run (see
+    `profiles.capture.transformers_compat`); one given in the sample counts as if it hid something.
 
     Args:
         sample: one local batch: a tensor, (inputs..., target) or a mapping of keyword arguments.

@@ -31,6 +31,7 @@ from profiles.model.flow import Flow
 from profiles.model.profile import LOSS, LossTerms, Numerics
 from profiles.model.source import CaptureSource, ValueRead
 from profiles.torch_compat import storage_of, tensors_in, without_onednn
+from profiles.torch_compat.grouped import autocast_grouped_products
 from profiles.trace.scopes import Scope
 from profiles.trace.tally import Cost, SavedBytes, glue_costs, tally
 from profiles.trace.timeline import Timeline
@@ -110,6 +111,8 @@ def trace_step(
     model, loss_fn = subject.model, subject.loss_fn
     low_precision = torch.bfloat16 if numerics is Numerics.BF16 else None
     is_autocast = numerics is Numerics.BF16_AUTOCAST
+    if is_autocast:
+        autocast_grouped_products()  # as the engines do
     modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))

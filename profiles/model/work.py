@@ -14,6 +14,10 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from profiles.model.affine import Affine
 from profiles.record import Record
 
+GROUPED_ALIGNMENT = 8
+"""Rows of operands of a grouped product begin at multiples of 16 bytes: of 8 elements of 16 bits
+(torch's `_grouped_mm` refuses others)."""
+
 
 class ProductKind(StrEnum):
     """Operands of a matrix product."""

@@ -54,16 +54,6 @@ def calls_processor(model: ModelProfile) -> bool:
     return any(call.kernel is AttentionKernel.CPU for cost in costs for call in cost.calls())
 
 
-def is_for_accelerators(model: ModelProfile) -> bool:
-    """True if calls of attention were counted as fused that torch's kernel for processors does not
-    take: with dropout, or values of another width."""
-    if not model.on_processor:
-        return True
-    costs = (cost for unit in model.units for cost in unit.costs.values())
-    calls = (call for cost in costs for call in cost.calls())
-    return any(call.dropout or call.width != call.value_width for call in calls)
-
-
 def _changes_kernels(stack: Stack) -> bool:
     return bool(
         stack.attention

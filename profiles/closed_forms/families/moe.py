@@ -15,6 +15,8 @@ from profiles.closed_forms.families.llama import LlamaVariant
 from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyUnit, ModelFamily
 from profiles.closed_forms.families.tape import Array, Gradient
+from profiles.model.profile import Numerics
+from profiles.model.work import GROUPED_ALIGNMENT
 from profiles.trace.scopes import Grouped
 
 
@@ -150,10 +152,18 @@ def _inverse(order: Array) -> Array:
 
 
 def _grouped(rows: Array, weight: Array, ends: Array) -> Array:
-    """Rows (M, K) of several experts by their weights (G, N, K): (M, N) in one kernel."""
-    tape, dtype = rows.tape, rows.dtype
-    weight = ops.transpose(weight, 1, 2)
+    """Rows (M, K) of several experts by their weights (G, N, K): (M, N) in one kernel.
+
+    transformers brings rows to the dtype of the weights; under autocast both are then cast as
+    `profiles.torch_compat.grouped` does.
+    """
+    tape, weight = rows.tape, ops.transpose(weight, 1, 2)
     wide, narrow = weight.shape[2], weight.shape[1]
+    rows = ops.cast(rows, weight.dtype)
+    is_lowered = tape.numerics is Numerics.BF16_AUTOCAST
+    if is_lowered and wide % GROUPED_ALIGNMENT == narrow % GROUPED_ALIGNMENT == 0:
+        rows, weight = ops.cast(rows, DType.BFLOAT16), ops.cast(weight, DType.BFLOAT16)
+    dtype = rows.dtype
     flop = 2 * rows.shape[0] * narrow * wide
     saved_rows, saved_weight, ends = tape.save(rows), tape.save(weight), tape.save(ends)
     out = tape.empty((rows.shape[0], wide), dtype)

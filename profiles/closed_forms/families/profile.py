@@ -92,6 +92,7 @@ def profile_from_config(
         glue={kind: run.glue for kind, run in runs.items() if run.glue},
         experts_per_token=family.experts_per_token,
         config=_as_json(config),
+        on_processor=on_processor,
     )
 
 

@@ -37,7 +37,9 @@ def captured(path: Path, tokens: int | None = 16) -> ModelProfile:
     """Capture the model that transformers builds."""
     loaded = load_model(str(path), samples=1, sequence_length=tokens)
     kinds = (Numerics.AS_BUILT, Numerics.BF16)
-    return capture(loaded.module, loaded.sample, numerics=kinds, name=loaded.name)
+    return capture(
+        loaded.module, loaded.sample, numerics=kinds, name=loaded.name, on_processor=False
+    )
 
 
 def profiled(path: Path, tokens: int | None = 16) -> ModelProfile:
