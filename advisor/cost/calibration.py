@@ -17,13 +17,15 @@ from profiles.record import Record
 # products: A100 SXM 400 W for 312 (1.28) sustains what short benchmarks reach, H100 SXM 700 W for
 # 989 (0.71) and T4 70 W for 65 (1.08) do not.
 POWER_BOUND_W_PER_TFLOP_PER_S = 1.2
-# Devices from Hopper on, whose matrix units need instructions of their own.
-_HOPPER_OR_LATER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300", "GB")
 # 16-bit tensor-core kernels are at their best with sizes in multiples of 64 elements (NVIDIA,
 # Matrix Multiplication Background User's Guide, table 1).
 ALIGNMENT = 64
 # Rows of one expert fill whole tiles of a grouped product.
 TILE_ROWS = 128
+# The third generation of flash attention is bound by exponentials where heads are narrow: one takes
+# as long as the products of a head of 48 (16 of them a clock and multiprocessor, arXiv:2407.08608,
+# section 3; on an H200 heads of 64 reach 0.78 of the rate of those of 128, by `make gpu`).
+EXPONENTIAL, USUAL_WIDTH = 48.0, 128
 # Columns of the narrowest tile in which cuDNN computes a convolution: thinner groups of channels
 # leave the rest idle.
 TILE_COLUMNS = 64
@@ -43,6 +45,9 @@ class Calibration(Record):
             other kernels and with sizes that were not tuned.
         power_bound: the same for boards that reach their power limit.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
+        elementwise: bytes that torch's own elementwise kernels move for each instruction that the
+            device can issue, at most: half of what a copy reaches on an H200, whose memory is fast
+            for its multiprocessors (`make gpu`: casts 2.1 TB/s, norms 2.4, whole steps 2.1 to 2.5).
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
         grouped: rate of grouped products of experts, as a share of others'.
         convolution: rate of convolutions on matrix units, as a share of large products'. Prior 0.8:
@@ -70,6 +75,7 @@ class Calibration(Record):
     sustained: PositiveFloat = 0.868
     power_bound: PositiveFloat = 0.719
     memory: PositiveFloat = 0.859
+    elementwise: PositiveFloat = 0.068
     unaligned: PositiveFloat = 0.621
     grouped: PositiveFloat = 0.765
     convolution: PositiveFloat = 0.887
@@ -94,6 +100,13 @@ class Calibration(Record):
         if device.kind == "cpu" or rate.source is Source.MEASURED:
             return rate.value
         return rate.value * self.memory
+
+    def elementwise_bytes_per_s(self, device: Device, *, is_eager: bool) -> float:
+        """The same of torch's own kernels, `is_eager`, which a fast memory does not keep busy."""
+        rate = self.bandwidth_bytes_per_s(device)
+        if device.kind == "cpu" or not is_eager:
+            return rate
+        return min(rate, self.elementwise * issue_per_s(device))
 
     def collective_share(
         self, cluster: ClusterProfile, kind: Collective, group_size: int, stride: int
@@ -129,14 +142,17 @@ class Calibration(Record):
         issues = 2 if device.name.startswith(_TWO_ISSUES) else 1
         return min(self.vector, issues / self.vector_slots)
 
-    def attention_share(self, device: Device, kernel: AttentionKernel) -> float:
-        """Share of the 16-bit peak that fused attention reaches."""
-        later = is_hopper_or_later(device)
+    def attention_share(
+        self, device: Device, kernel: AttentionKernel, *, width: int = USUAL_WIDTH
+    ) -> float:
+        """Share of the 16-bit peak that fused attention reaches with heads of `width`."""
+        later = device.is_hopper_or_later
         share = self.flash2_on_hopper if later else self.flash2
         if kernel is AttentionKernel.FLASH1:
             share = self.flash1 * (self.flash2_on_hopper / self.flash2 if later else 1.0)
         elif kernel is AttentionKernel.FLASH3 and later:
-            share = self.flash3
+            beside = EXPONENTIAL / USUAL_WIDTH, EXPONENTIAL / width
+            share = self.flash3 * (1 + beside[0]) / (1 + beside[1])
         return share * device.attention
 
     def product_share(self, n: float, k: float, kind: ProductKind, device: Device) -> float:
@@ -146,11 +162,6 @@ class Calibration(Record):
         if kind is ProductKind.GROUPED:
             return self.grouped
         return 1.0 if n % ALIGNMENT == 0 and k % ALIGNMENT == 0 else self.unaligned
-
-
-def is_hopper_or_later(device: Device) -> bool:
-    """Return True if the matrix units require warpgroup instructions."""
-    return device.name.startswith(_HOPPER_OR_LATER)
 
 
 def is_power_bound(device: Device) -> bool:

@@ -324,7 +324,7 @@ def _unit_time(
     def seconds(*, forward: bool) -> tuple[float, float]:
         busy, charged = multiplying(forward=forward)
         moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
-        busy += max(0.0, moved - charged) / rates.bandwidth
+        busy += max(0.0, moved - charged) / rates.elementwise
         busy += rates.core_s(unit.forward_cycles if forward else unit.backward_cycles)
         busy += new_memory_s(device, _new_bytes(unit, forward=forward))
         kernels = unit.forward_kernels if forward else unit.backward_kernels
@@ -358,7 +358,7 @@ def _unit_time(
             again = (min(core, forward[0]), 0.0)
         else:
             _, charged = multiplying(forward=True)
-            moved_s = max(0.0, unit.forward_moved_bytes - charged) / rates.bandwidth
+            moved_s = max(0.0, unit.forward_moved_bytes - charged) / rates.elementwise
             again = repeated(moved_s + rates.core_s(unit.forward_cycles))
     return UnitTime(
         forward_s=forward[0],

@@ -27,7 +27,7 @@ from advisor.cost.buffers import (
 )
 from advisor.cost.buffers import added_share as added_share
 from advisor.cost.buffers import shard_degree as shard_degree
-from advisor.cost.calibration import CALIBRATION, Calibration, is_hopper_or_later
+from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.loads import ACTIVATION_ERROR, Loads, describe
 from advisor.cost.offload import (
     activations_leave,
@@ -295,7 +295,7 @@ def workspace_bytes(device: Device, stack: Stack = TORCH) -> float:
     """Bytes of matrix-multiply libraries' workspaces in the allocator."""
     if device.kind == "cpu":
         return 0.0
-    each = HOPPER_WORKSPACE_BYTES if is_hopper_or_later(device) else WORKSPACE_BYTES
+    each = HOPPER_WORKSPACE_BYTES if device.is_hopper_or_later else WORKSPACE_BYTES
     return float(stack.workspaces * each)
 
 

@@ -119,6 +119,7 @@ class DeviceRates:
 
     Attributes:
         peak: of products with weights in the plan's dtype, FLOP/s; `half` of 16-bit ones.
+        bandwidth: bytes/s of operands of products; `elementwise` of all other kernels.
         launch_s: what a kernel takes of the host; `waits` for each to end before the next.
     """
 
@@ -126,6 +127,7 @@ class DeviceRates:
     peak: float
     half: float
     bandwidth: float
+    elementwise: float
     launch_s: float
     waits: bool
     calibration: Calibration
@@ -144,6 +146,9 @@ class DeviceRates:
             peak=max(plain, peak_flop_per_s(device, dtype).value),
             half=max(plain, half),
             bandwidth=calibration.bandwidth_bytes_per_s(device),
+            elementwise=calibration.elementwise_bytes_per_s(
+                device, is_eager=not (stack.compiled or stack.fused)
+            ),
             launch_s=device.launch_s.value
             * stack.host_work
             * (1.0 if is_cpu else calibration.launch * (1 - stack.cuda_graphs)),
@@ -170,7 +175,8 @@ class DeviceRates:
             return 0.0
         if product.kind is ProductKind.ELEMENTWISE:
             issued = flop / 2 * self.calibration.norm_slots / issue_per_s(self.device)
-            return max(issued if self.device.kind != "cpu" else 0.0, moved_bytes / self.bandwidth)
+            issued = issued if self.device.kind != "cpu" else 0.0
+            return max(issued, moved_bytes / self.elementwise)
         if product.kind is ProductKind.CONVOLUTION and self.device.kind != "cpu":
             return self._convolution_s(product, flop, moved_bytes)
         peak = self.half if product.kind is ProductKind.SCORES else self.peak
@@ -212,7 +218,7 @@ class DeviceRates:
             share = matmul_fraction(self.device, self.calibration)
             share *= product_efficiency(self.device, flop / PRODUCTS_OF_ATTENTION, peak)
         else:
-            share = self.calibration.attention_share(self.device, call.kernel)
+            share = self.calibration.attention_share(self.device, call.kernel, width=call.width)
         cycles = call.forward_cycles if forward else call.backward_cycles
         return flop / (peak * share) + self.core_s(cycles)
 

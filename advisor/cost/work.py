@@ -38,9 +38,10 @@ class ProductLoad(NamedTuple):
 
 
 class AttentionLoad(NamedTuple):
-    """FLOP of attention by one kernel, and cycles of a core beside them."""
+    """FLOP of attention by one kernel, and cycles of a core beside them; `width` of a head."""
 
     kernel: AttentionKernel
+    width: int
     forward_flop: float
     backward_flop: float
     forward_cycles: float = 0.0
@@ -167,6 +168,7 @@ def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterat
         rows = share * samples
         yield AttentionLoad(
             call.kernel,
+            call.width,
             rows * cost.forward_flop,
             rows * cost.backward_flop,
             rows * cost.forward_cycles,

@@ -96,10 +96,14 @@ def _updated_by(stack: Stack, workload: Workload) -> Workload:
 def _on_device(stack: Stack, model: ModelProfile, cluster: ClusterProfile) -> Stack:
     """Use the attention kernel that torch selects on accelerators for a model profiled on CPU:
     kernels that do not save scores and skip masked tiles."""
-    is_cpu = isinstance(cluster, ClusterProfile) and cluster.device.kind == "cpu"
+    device = cluster.device if isinstance(cluster, ClusterProfile) else None
+    is_cpu = device is not None and device.kind == "cpu"
     if is_cpu or stack.attention is not None or not calls_processor(model):
         return stack
-    flash = {"attention": AttentionKernel.FLASH2, "name": f"{stack.name} with flash attention"}
+    # torch prefers cuDNN's kernel on Hopper (2.11 on an H200), which is of the third kind.
+    is_later = device is not None and device.is_hopper_or_later
+    kernel = AttentionKernel.FLASH3 if is_later else AttentionKernel.FLASH2
+    flash = {"attention": kernel, "name": f"{stack.name} with {kernel} attention"}
     return stack.model_copy(update=flash)
 
 

@@ -53,10 +53,10 @@ def capture(
     mode it is in: call `model.train()` first. Two looks, at the sample's batch and at twice it,
     tell what is fixed from what grows per sample.
 
-    Kernels are those that torch has on a CPU: attention with dropout counts unfused unless
-    `on_processor` is false, recurrent layers count step by step, an LSTM as oneDNN runs it. Models
-    of transformers have the attention masks of a real run (see
-    `profiles.capture.transformers_compat`); one given in the sample counts as if it hid something.
+    Kernels are those that torch has on a CPU: attention with dropout counts unfused, recurrent
+    layers count step by step, an LSTM as oneDNN runs it. Models of transformers have the attention
+    masks of a real run (see `profiles.capture.transformers_compat`); one given in the sample counts
+    as if it hid something.
 
     Args:
         sample: one local batch: a tensor, (inputs..., target) or a mapping of keyword arguments.
@@ -67,7 +67,7 @@ def capture(
         every_block: run each block. Else two of those that are equal run, and the rest are taken to
             be as the second.
         batch_dims: dimensions of the batch that are known, see `profiles.capture.batch_dims`.
-        on_processor: the model trains there; else attention with dropout counts as fused.
+        on_processor: the model trains there; else see `AcceleratorOperators`.
 
     Raises:
         BatchError: tensors of the sample have no number of rows in common, or a target is missing.

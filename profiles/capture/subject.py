@@ -25,7 +25,7 @@ class TracedModel:
 
     Attributes:
         dims: of the sample, see `profiles.capture.batch_dims`.
-        on_processor: attention with dropout is written out, see `FusedAttention`.
+        on_processor: operators are a processor's, else see `AcceleratorOperators`.
         units: see `find_units`.
         owners: unit of each module, by id.
         parameters: each once, in the order of the modules.

@@ -10,6 +10,7 @@ from types import NoneType
 import torch
 from torch import Tensor, nn
 
+from profiles.capture.accelerator_operators import AcceleratorOperators
 from profiles.capture.batch import Batch, call_model, find_loss, loss_of
 from profiles.capture.batch_rows import repeat_rows
 from profiles.capture.batch_tree import map_batch
@@ -17,7 +18,6 @@ from profiles.capture.copy_trace import Copy
 from profiles.capture.dispatch_modes import TraceMode
 from profiles.capture.fake_mode import KEPT, FakeRunMode
 from profiles.capture.fake_tensors import Fakes, stand_ins
-from profiles.capture.fused_attention import FusedAttention
 from profiles.capture.known_values import ArrayReads, known_values
 from profiles.capture.loss_watch import LossWatch
 from profiles.capture.lstm_kernels import LstmKernels
@@ -166,8 +166,8 @@ def trace_step(
         with trace.on(batch):
             watch = LossWatch(batch)
             autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_autocast)
-            attention = nullcontext() if subject.on_processor else FusedAttention()
-            with trace.saving(), autocast, watch, attention:
+            operators = nullcontext() if subject.on_processor else AcceleratorOperators()
+            with trace.saving(), autocast, watch, operators:
                 roots, has_loss = _forward(subject, batch, trace)
             _note_left(subject, trace)
             trace.flow.note_kept()

@@ -128,6 +128,9 @@ class HostBridge(Record):
     peer_to_peer: bool = True
 
 
+_HOPPER_OR_LATER = ("H100", "H200", "H800", "H20", "GH200", "B100", "B200", "B300", "GB")
+
+
 class Device(Record):
     """One accelerator, or one CPU rank's share of a machine.
 
@@ -172,6 +175,11 @@ class Device(Record):
                 hints=['add `float32 = "60 TFLOP/s"` to its rates'],
             )
         return self
+
+    @property
+    def is_hopper_or_later(self) -> bool:
+        """True if the matrix units require warpgroup instructions."""
+        return self.name.startswith(_HOPPER_OR_LATER)
 
 
 class Constant(StrEnum):

@@ -15,8 +15,7 @@ from profiles.model.affine import Affine
 from profiles.record import Record
 
 GROUPED_ALIGNMENT = 8
-"""Rows of operands of a grouped product begin at multiples of 16 bytes: of 8 elements of 16 bits
-(torch's `_grouped_mm` refuses others)."""
+"""`profiles.torch_compat.grouped.ALIGNED`, without torch."""
 
 
 class ProductKind(StrEnum):

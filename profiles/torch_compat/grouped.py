@@ -12,8 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
-from profiles.model.work import GROUPED_ALIGNMENT
-
+# Rows of operands begin at multiples of 16 bytes (`_grouped_mm` refuses others).
+ALIGNED = 8
 _OPERATOR = "aten::_grouped_mm"
 _DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _LIBRARIES: list[torch.library.Library] = []  # a rule lives as long as its library
@@ -45,7 +45,7 @@ def _multiplied(
     with torch._C._ExcludeDispatchKeyGuard(below):
         dtype = torch.get_autocast_dtype(device)
         sizes = (a.shape[-1], *b.shape[-2:])
-        if all(size % GROUPED_ALIGNMENT == 0 for size in sizes):
+        if all(size % ALIGNED == 0 for size in sizes):
             a, b = (t.to(dtype) if t.dtype == torch.float32 else t for t in (a, b))
         result: Tensor = torch.ops.aten._grouped_mm(a, b, offs, bias, out_dtype)
         return result

@@ -46,6 +46,7 @@ LAYERS = (
     (128, 4096, 4096),
     (16, 4096, 4096),
     (16_384, 50_257, 1600),
+    (16_384, 1600, 50_257),
     (4096, 1000, 1000),
     (16_384, 50_304, 2048),
 )
@@ -156,12 +157,12 @@ def _layers(setting: Setting) -> Iterator[Row]:
 
 
 def _product(setting: Setting, dtype: str, m: int, n: int, k: int) -> Callable[[], object]:
-    """A product of random values, (m, k) by (k, n)."""
+    """A product of random values, (m, k) by (k, n); the second lies as a layer's weight does."""
     if dtype == "float8_e4m3fn":
         return _narrow_product(setting, m, n, k)
     kind = torch.float32 if dtype == "tfloat32" else getattr(torch, dtype)
     left = torch.randn(m, k, device=setting.device, dtype=kind)
-    right = torch.randn(k, n, device=setting.device, dtype=kind)
+    right = torch.randn(n, k, device=setting.device, dtype=kind).t()
     result = torch.empty(m, n, device=setting.device, dtype=kind)
     return lambda: torch.mm(left, right, out=result)
 

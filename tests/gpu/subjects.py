@@ -73,6 +73,7 @@ def captured(subject: Subject, name: str) -> ModelProfile:
         loss_fn=subject.loss_fn,
         numerics=tuple(Numerics),
         name=name,
+        on_processor=not torch.cuda.is_available(),
     )
 
 

@@ -19,6 +19,7 @@ from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from profiles.capture.batch import Batch
+from profiles.capture.batch_tree import map_batch
 from profiles.errors import PlanError
 from tests.gpu.case import Case
 from tests.gpu.predict import (
@@ -125,7 +126,7 @@ def measured(
             )
         except PlanError as error:
             raise LeftOutError(f"refused: {error.what}") from error
-        batch = subject.batch(rows * plan.forwards)
+        batch = there(subject.batch(rows * plan.forwards), setting)
         for _ in range(1 if setting.is_small else WARM_UP):
             parallel.train_step(batch)
     with memory.watched():
@@ -135,6 +136,11 @@ def measured(
     del parallel, module
     setting.release()
     return given, step
+
+
+def there(batch: Batch, setting: Setting) -> Batch:
+    """`batch` on the device, where loaders that pin have it copied while a step computes."""
+    return map_batch(lambda tensor: tensor.to(setting.device), batch)
 
 
 def timed_steps(setting: Setting, parallel: ParallelModel, batch: Batch) -> float:

@@ -15,6 +15,7 @@ from profiles.closed_forms.families.operations import (
     elementwise,
     reshape,
     transpose,
+    widened,
 )
 from profiles.closed_forms.families.tape import Array, Gradient
 from profiles.model.profile import Numerics
@@ -23,7 +24,7 @@ from profiles.model.profile import Numerics
 def layer_norm(x: Array, weight: Array, bias: Array) -> Array:
     """torch's fused kernel; means and deviations are kept in fp32."""
     tape = x.tape
-    x = contiguous_copy(x)
+    x = contiguous_copy(widened(x))
     saved = [tape.save(x), tape.save(weight), tape.save(bias)]
     out = tape.empty(x.shape, x.dtype)
     moments = [tape.empty((*x.shape[:-1], 1), x.dtype) for _ in range(2)]

@@ -127,6 +127,12 @@ def cast(x: Array, dtype: DType) -> Array:
     return out
 
 
+def widened(x: Array) -> Array:
+    """`x` as autocast gives it to what it leaves in fp32 on accelerators, and not on processors."""
+    is_widened = x.tape.numerics is Numerics.BF16_AUTOCAST and not x.tape.on_processor
+    return cast(x, DType.FLOAT32) if is_widened and x.dtype is DType.BFLOAT16 else x
+
+
 def cat(parts: Sequence[Array], dim: int = -1) -> Array:
     """Parts side by side; autocast brings them to one dtype, each by a kernel of its own."""
     dim %= len(parts[0].shape)
@@ -236,7 +242,8 @@ def div(a: Array, b: Array, *, in_place: bool = False) -> Array:
 
 
 def power(x: Array) -> Array:
-    """To a fixed exponent."""
+    """To a fixed exponent; in fp32 under autocast on accelerators."""
+    x = widened(x)
     saved = x.tape.save(x)
     out = elementwise(x)
 
@@ -310,7 +317,7 @@ def sum_over(x: Array, dim: int, *, keep: bool = False) -> Array:
 
 def softmax(x: Array, *, dtype: DType | None = None) -> Array:
     """Over the last dimension; with `dtype` torch casts first, in a kernel of its own."""
-    x = cast(x, dtype) if dtype else x
+    x = widened(cast(x, dtype) if dtype else x)
     out = x.tape.run([x], x.shape, x.dtype, dense(x.shape, x.strides), fusing=SOFTMAX)
     saved = x.tape.save(out)
     x.tape.record([out], [x], lambda g: [elementwise(g, saved)])

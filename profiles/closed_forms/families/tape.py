@@ -103,7 +103,8 @@ class Node:
 class Tape:
     """Records a run by scopes: see `profiles.capture.dispatch_modes.TraceMode`.
 
-    `on_processor`: attention is by torch's kernels for processors, else by those for accelerators.
+    `on_processor`: kernels are those for processors, else for accelerators, see
+    `profiles.capture.accelerator_operators`.
     """
 
     def __init__(self, numerics: Numerics, *, on_processor: bool = True) -> None:

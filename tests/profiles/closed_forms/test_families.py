@@ -11,6 +11,7 @@ from profiles.closed_forms.families import profile_from_config
 from profiles.closed_forms.families.known_fields import FIELDS, OWN_NAMES
 from profiles.closed_forms.families.registry import FAMILIES
 from profiles.model.profile import ModelProfile, Numerics
+from profiles.workload.under_stack import AMOUNTS
 from tests.nightly import half
 from tests.profiles.capture.equal_profiles import assert_equal, without_cycles
 from tests.profiles.closed_forms.family_configs import (
@@ -39,7 +40,9 @@ ONE_OF_EACH = (
 )
 
 
-def captured(config: Config, samples: int, numerics: tuple[Numerics, ...]) -> ModelProfile:
+def captured(
+    config: Config, samples: int, numerics: tuple[Numerics, ...], *, on_processor: bool = True
+) -> ModelProfile:
     """The profile of the model that transformers builds, in training mode, on accelerators."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -62,7 +65,9 @@ def captured(config: Config, samples: int, numerics: tuple[Numerics, ...]) -> Mo
     else:
         ids = torch.zeros(samples, TOKENS, dtype=torch.long)
         batch = {"input_ids": ids, "labels": ids}
-    return without_cycles(capture(model.train(), batch, numerics=numerics, name="model"))
+    return without_cycles(
+        capture(model.train(), batch, numerics=numerics, name="model", on_processor=on_processor)
+    )
 
 
 @pytest.mark.parametrize("name", half(CONFIGS, of=3))
@@ -121,6 +126,28 @@ def test_at_full_size_a_profile_is_that_of_the_capture() -> None:
     expected = capture(model, {"input_ids": ids, "labels": ids}, name="full")
     profile = profile_from_config(LLAMA_3_8B, samples=1, sequence_length=2048, name="full")
     assert_equal(profile, without_cycles(expected))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama, grouped, with dropout", "bert", "mixtral"])
+def test_a_config_gives_what_capture_gives_for_accelerators(name: str) -> None:
+    """Memory, work and launches; a capture forgets which attention drops scores."""
+    config, kinds = CONFIGS[name], tuple(Numerics)
+    tokens = tokens_of(config)
+    profile = profile_from_config(
+        config,
+        samples=SAMPLES,
+        sequence_length=tokens,
+        numerics=kinds,
+        on_processor=False,
+        name="model",
+    )
+    expected = captured(config, SAMPLES, kinds, on_processor=False)
+    for ours, theirs in zip(profile.units, expected.units, strict=True):
+        for kind in kinds:
+            one, other = ours.costs[kind], theirs.costs[kind]
+            for amount in AMOUNTS:
+                assert getattr(one, amount) == getattr(other, amount), (ours.name, kind, amount)
+            assert one.forward_kernels == other.forward_kernels, (ours.name, kind)
 
 
 @pytest.mark.parametrize(

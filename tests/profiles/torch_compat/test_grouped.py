@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiles.torch_compat.grouped import autocast_grouped_products
+from profiles.model.work import GROUPED_ALIGNMENT
+from profiles.torch_compat.grouped import ALIGNED, autocast_grouped_products
 
 
 def product(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,6 +44,10 @@ def test_sizes_that_16_bit_kernels_refuse_stay_in_fp32() -> None:
     a, b, ends = product(12, 20, 24)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch._grouped_mm(a, b, ends).dtype == torch.float32
+
+
+def test_closed_forms_know_the_same_sizes() -> None:
+    assert GROUPED_ALIGNMENT == ALIGNED
 
 
 def test_outside_of_autocast_nothing_changes() -> None:

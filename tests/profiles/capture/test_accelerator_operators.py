@@ -1,6 +1,8 @@
-"""Attention with dropout: written out on a processor, one kernel on accelerators."""
+"""Operators that accelerators run otherwise: attention with dropout, and autocast's in fp32."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
-from profiles.model.profile import ModelProfile
+from profiles.model.profile import ModelProfile, Numerics
 
 HEADS, TOKENS, WIDTH = 2, 64, 16
 
@@ -65,3 +67,47 @@ def test_a_bias_that_is_trained_is_written_out_on_both() -> None:
     here = profile(Attention(0.1, bias=True), on_processor=True)
     there = profile(Attention(0.1, bias=True), on_processor=False)
     assert activation_bytes(here) == activation_bytes(there)
+
+
+class Function(nn.Module):
+    """A linear layer (B, C), and a function of what it gives."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x**3,  # keeps what it is of
+        lambda x: torch.pow(x, 3.0),
+        lambda x: F.softmax(x, -1),  # keeps its result
+        lambda x: x.softmax(-1),
+        torch.exp,
+    ],
+)
+def test_under_autocast_functions_of_cuda_s_list_keep_four_bytes_for_two(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    there, here = (
+        capture(
+            Function(function),
+            torch.ones(2, WIDTH),
+            numerics=[Numerics.BF16_AUTOCAST],
+            on_processor=on_processor,
+        )
+        for on_processor in (False, True)
+    )
+    assert activation_bytes(there) - activation_bytes(here) == 2 * WIDTH
+
+
+def test_in_fp32_they_are_as_on_a_processor() -> None:
+    there, here = (
+        capture(Function(torch.exp), torch.ones(2, WIDTH), on_processor=on_processor)
+        for on_processor in (False, True)
+    )
+    assert there.units == here.units
