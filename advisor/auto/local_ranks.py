@@ -17,9 +17,17 @@ from profiles.errors import RankError
 from profiles.machine.host import machine_cores
 from profiles.machine.launcher import LOOPBACK, loopback_environment
 
+RANKS = 2
 WATCH_EVERY_S = 0.5
 # A rank hears that the store is gone before the folder is: from the kernel, at once.
 _UNTIL_DELETED_S = 2.0
+
+
+def usual_ranks() -> int:
+    """Ranks to start where nobody says how many: `RANKS`, or as many as there are GPUs."""
+    from profiles.machine.gpus import gpu_count  # torch counts them
+
+    return min(RANKS, gpu_count() or RANKS)
 
 
 def run_local_ranks(

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from advisor.auto.verify import Verified
 
-RANKS = 2
-"""Where neither the plan nor the user says how many."""
 LIMIT_S = 600
 RANK_BYTES = 0.5 * 2**30
 """Of an interpreter with torch."""
@@ -29,7 +27,10 @@ RANK_BYTES = 0.5 * 2**30
 @click.argument("model")
 @click.option("--plan", "settings", metavar="SETTINGS", default="", help="Settings that are fixed.")
 @click.option(
-    "--ranks", callback=count, metavar="N", help="Processes to start. Default: the plan's."
+    "--ranks",
+    callback=count,
+    metavar="N",
+    help="Processes to start. Default: the plan's, else as in `advise demo`.",
 )
 @shared_option("--seq", "Tokens per sample.")
 @shared_option(
@@ -96,7 +97,7 @@ def _started(
     no_color: bool,
 ) -> int:
     """The exit code of ranks that are started here."""
-    from advisor.auto.local_ranks import run_local_ranks
+    from advisor.auto.local_ranks import run_local_ranks, usual_ranks
     from advisor.inputs.models import require_model
     from engines.plan import AXES, Plan, read_settings
     from profiles.errors import InputError, PlanError
@@ -112,7 +113,7 @@ def _started(
             f"plan `{settings}` needs {needed} ranks, or a multiple; {ranks} are to be started",
             hints=["leave `--ranks` out"],
         )
-    ranks = ranks or (needed if has_degrees else RANKS)
+    ranks = ranks or (needed if has_degrees else usual_ranks())
     memory = machine_memory_bytes()
     if ranks * RANK_BYTES > memory:
         raise InputError(

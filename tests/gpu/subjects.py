@@ -284,6 +284,30 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "ResNet-152": Subject(lambda: ResNet(152), _images(224), 128, F.cross_entropy),
     "gpt-350m": gpt_of(layers=24, heads=16, width=1024, length=1024),
+    "GPT-NeoX 1.4B": _of(
+        "GPTNeoXForCausalLM", _labelled(2048, 50_000), 4, vocab_size=50_304, hidden_size=2048,
+        num_hidden_layers=24, num_attention_heads=16, intermediate_size=8192,
+        max_position_embeddings=2048, **_DECODER,
+    ),
+    "BART large": _of(
+        "BartForConditionalGeneration", _labelled(512, 50_000), 16, vocab_size=50_265, d_model=1024,
+        encoder_layers=12, decoder_layers=12, encoder_attention_heads=16,
+        decoder_attention_heads=16, encoder_ffn_dim=4096, decoder_ffn_dim=4096,
+    ),
+    "Phi 1.5": _of(
+        "PhiForCausalLM", _labelled(2048, 50_000), 4, vocab_size=51_200, hidden_size=2048,
+        num_hidden_layers=24, num_attention_heads=32, intermediate_size=8192,
+        max_position_embeddings=2048, **_DECODER,
+    ),
+    "Swin base": _of(
+        "SwinForImageClassification", _images(224, named=True), 64, embed_dim=128,
+        depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], num_labels=CLASSES,
+    ),
+    "Mistral, 16 layers": _of(
+        "MistralForCausalLM", _labelled(4096, 32_000), 2, vocab_size=32_000, hidden_size=2560,
+        num_hidden_layers=16, num_attention_heads=20, num_key_value_heads=4,
+        intermediate_size=6912, max_position_embeddings=8192, sliding_window=None, **_DECODER,
+    ),
 }  # fmt: skip
 """Most telling first: of every kind one, then further sizes."""
 

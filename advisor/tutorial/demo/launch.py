@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from advisor.auto.local_ranks import run_local_ranks
+from advisor.auto.local_ranks import run_local_ranks, usual_ranks
 from advisor.inputs.console import say
 from engines.plan import AXES, PartialPlan, Plan
 from profiles.errors import InputError, PlanError
 from profiles.machine.host import machine_cores, machine_memory_bytes
 from profiles.units import GIB, format_gib
 
-RANKS = 2
 GLOBAL_BATCH = 16
 TIME_LIMIT_S = 900.0  # longer means a hang
 # The fullest rank of 1 to 4 peaks at 0.6 to 0.8 GiB; half of that is the interpreter and torch.
@@ -19,17 +18,14 @@ RANK_BYTES = 0.8 * GIB
 def run(*, ranks: int | None, plan: str, steps: int | None) -> int:
     """Train on `ranks` local processes; return the job's exit code.
 
-    `ranks`: None for `RANKS`, and one of each GPU where there are fewer.
+    `ranks`: None for the usual ones.
 
     Raises:
         InputError: this machine, or the batch, is too small for so many ranks.
         PlanError: the plan needs another number of ranks, or there is no prediction for it.
         RankError: the job did not end within `TIME_LIMIT_S`.
     """
-    if ranks is None:
-        from profiles.machine.gpus import gpu_count  # torch counts them
-
-        ranks = min(RANKS, gpu_count() or RANKS)
+    ranks = ranks or usual_ranks()
     _require_room(ranks)
     needed = Plan.parse(plan).world_size
     if PartialPlan.parse(plan).fixes(*AXES) and needed != ranks:
