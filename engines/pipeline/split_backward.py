@@ -1,9 +1,8 @@
 """Zero-bubble splits of a stage's backward: gradients of inputs first, of weights later.
 
-torch's split (`stage_backward_input`, `stage_backward_weight`) finds the weights by the inputs that
-meet them in the graph to the output. A weight whose output does not depend on received values
-is left out silently (the decoder's embedding on the stage of the last encoder layer), and one
-that is used in several places is counted twice or fails (T5's table of relative positions).
+The split (`profiles.torch_compat.pipelining`) finds the weights by the inputs that meet them in the
+graph to the output. What is refused here, torch's own left out silently (a decoder's embedding on
+the stage of the last encoder layer), counted twice or failed at (T5's table of relative positions).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from profiles.capture.batch import Batch, LossFn, call_model, loss_of, with_grad
 from profiles.errors import ModelError
 from profiles.model.flow import Terms
 from profiles.torch_compat import is_fake
+from profiles.torch_compat.pipelining import STAGE
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ def pipeline_stage(
     """
     segment = stage.segment
     loss = torch.empty(1, device=device, requires_grad=True)
-    return PipelineStage(
+    return STAGE(
         stage,
         segment.index,
         segment.count,
