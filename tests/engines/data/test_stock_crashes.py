@@ -207,7 +207,8 @@ def test_blocks_that_write_to_their_input_or_share_a_matrix_train_sharded(
     pool: Pool, build: type[nn.Module], said: str
 ) -> None:
     for stock, error in pool.run(_sharded, build, world_size=2):
-        assert said in stock
+        # Earlier ones (2.11) take a shared matrix without a word.
+        assert said in stock or (build is Tied and torch.__version__ < "2.13" and not stock)
         assert error < 1e-5
 
 
