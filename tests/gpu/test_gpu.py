@@ -241,7 +241,7 @@ def test_all_parts_have_cases_of_their_own_names() -> None:
     for part in PARTS:
         names = [case.name for case in cases_of(part, is_small=False)]
         assert len(names) == len(set(names)) > 2
-    assert len(SUBJECTS) == 20
+    assert len(SUBJECTS) == 25
     assert len(set(PLANS)) == len(PLANS)
 
 

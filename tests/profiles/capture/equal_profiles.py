@@ -55,19 +55,32 @@ def _without(profile: ModelProfile, *names: str) -> ModelProfile:
 
 
 def with_moved_of(actual: ModelProfile, expected: ModelProfile) -> ModelProfile:
-    """`found` with the moved bytes of `expected`, after a check that they are about the same."""
+    """`actual` with the moved bytes of `expected`, of layers too, after a check that they are about
+    the same."""
+
+    def of(ours: Part, theirs: Part, where: tuple[str, ...]) -> Part:
+        names = ("forward_moved_bytes", "backward_moved_bytes")
+        moved = {name: getattr(theirs, name) for name in names}
+        for name, wanted in moved.items():
+            close = pytest.approx(wanted.at(expected.samples), rel=MOVED_TOLERANCE, abs=MOVED_BYTES)
+            assert getattr(ours, name).at(actual.samples) == close, (*where, name)
+        return ours.model_copy(update=moved)
+
     units = []
     for ours, theirs in zip(actual.units, expected.units, strict=True):
         costs = {}
         for kind, cost in ours.costs.items():
-            names = ("forward_moved_bytes", "backward_moved_bytes")
-            moved = {name: getattr(theirs.costs[kind], name) for name in names}
-            for name, wanted in moved.items():
-                close = pytest.approx(
-                    wanted.at(expected.samples), rel=MOVED_TOLERANCE, abs=MOVED_BYTES
+            wanted, where = theirs.costs[kind], (ours.name, kind)
+            layers = tuple(
+                layer.model_copy(
+                    update={
+                        "own": of(layer.own, other.own, (*where, layer.path)),
+                        "after": of(layer.after, other.after, (*where, layer.path, "after")),
+                    }
                 )
-                assert getattr(cost, name).at(actual.samples) == close, (ours.name, kind, name)
-            costs[kind] = cost.model_copy(update=moved)
+                for layer, other in zip(cost.layers, wanted.layers, strict=True)
+            )
+            costs[kind] = of(cost.model_copy(update={"layers": layers}), wanted, where)
         units.append(ours.model_copy(update={"costs": costs}))
     return actual.model_copy(update={"units": tuple(units)})
 
