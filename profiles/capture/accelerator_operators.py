@@ -1,5 +1,5 @@
 """Operators that accelerators run otherwise than the processor on whose stand-in models are
-followed: attention with dropout, and what autocast leaves in fp32."""
+followed: dropout, attention with it, and what autocast leaves in fp32."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class AcceleratorOperators(TorchFunctionMode):
 
     `scaled_dot_product_attention` loses its dropout: torch's kernel for processors takes none, so
     that attention is written out there, scores kept. Those of CUDA draw it inside (flash,
-    memory-efficient, cuDNN: `sdp_utils.cpp`), and keep a seed. A mask with a gradient stays as it
-    is: it is written out on both.
+    memory-efficient, cuDNN: `sdp_utils.cpp`), and keep a seed. With a mask that has a gradient it
+    is written out on both. Dropout keeps a mask of bytes, on processors one of numbers.
     """
 
     def __torch_function__(
@@ -60,13 +60,59 @@ class AcceleratorOperators(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             given = _SIGNATURE.bind(*args, **kwargs).arguments
             mask = given.get("attn_mask")
-            if given.get("dropout_p") and not (mask is not None and mask.requires_grad):
+            if not given.get("dropout_p"):
+                return func(*args, **kwargs)
+            if mask is None or not mask.requires_grad:
                 return func(**{**given, "dropout_p": 0.0})
+            if torch.is_autocast_enabled("cpu"):
+                given = map_tensors(_lowered, given)
+            with torch.autocast("cpu", enabled=False):
+                return _written_out(**given)
+        elif func is F.dropout and (probability := _drops(*args, **kwargs)):
+            return torch.native_dropout(args[0], probability, True)[0]
         elif getattr(func, "__name__", "").strip("_") in _IN_FLOAT32 and torch.is_autocast_enabled(
             "cpu"
         ):
             args, kwargs = map_tensors(_widened, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    dropout_p: float,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As `_scaled_dot_product_attention_math` runs it: 16 bits in fp32."""
+    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
+    key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
+    wide = [_widened(t) for t in (query, key, value)]
+    root = (scale or query.shape[-1] ** -0.5) ** 0.5
+    scores = (wide[0] * root) @ (wide[1].transpose(-2, -1) * root)
+    weights = torch._safe_softmax(scores + attn_mask, -1)
+    dropped = torch.native_dropout(weights, dropout_p, True)[0]
+    handed_back = dropped.to(query.dtype)  # and not used
+    out = (dropped @ wide[2]).to(query.dtype)
+    del handed_back
+    return out
+
+
+def _drops(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> float | None:
+    """The probability, where one kernel draws and drops on CUDA (`is_fused_kernel_acceptable` in
+    torch/aten/src/ATen/native/Dropout.cpp)."""
+    is_fused = training and not inplace and 0 < p < 1 and input.requires_grad
+    return p if is_fused and input.is_floating_point() else None
+
+
+def _lowered(tensor: Tensor) -> Tensor:
+    dtype = torch.get_autocast_dtype("cpu")
+    return tensor.to(dtype) if tensor.dtype == torch.float32 else tensor
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -286,10 +286,18 @@ def unary_by_result(x: Array) -> Array:
 
 
 def dropout(x: Array, probability: float) -> Array:
-    """A mask of `x`'s dtype is drawn, scaled, kept, and multiplied."""
+    """A mask of `x`'s dtype is drawn, scaled, kept, and multiplied; on accelerators one kernel
+    draws a mask of bytes."""
     if not probability:
         return x
     tape = x.tape
+    if not tape.on_processor:
+        out = tape.empty(x.shape, x.dtype, dense(x.shape, x.strides))
+        drawn = tape.empty(x.shape, DType.BOOL, dense(x.shape, x.strides))
+        tape.launch([x], [out, drawn], fusing=DRAW)
+        saved = tape.save(drawn)
+        tape.record([out], [x], lambda g: [elementwise(g, saved)])
+        return out
     mask = tape.empty(x.shape, x.dtype, dense(x.shape, x.strides))
     tape.launch([], [mask], fusing=DRAW)  # bernoulli_ overwrites
     tape.launch([mask], [mask])  # div_ by what is kept

@@ -63,10 +63,11 @@ def test_on_a_processor_the_scores_and_their_mask_are_kept() -> None:
     assert more >= scores * (4 + 1)  # probabilities in fp32, and a mask of bytes
 
 
-def test_a_bias_that_is_trained_is_written_out_on_both() -> None:
+def test_with_a_bias_that_is_trained_scores_are_kept_on_both() -> None:
+    """Their mask is of numbers on a processor, of bytes on accelerators."""
     here = profile(Attention(0.1, bias=True), on_processor=True)
     there = profile(Attention(0.1, bias=True), on_processor=False)
-    assert activation_bytes(here) == activation_bytes(there)
+    assert activation_bytes(here) - activation_bytes(there) == 3 * HEADS * TOKENS * TOKENS
 
 
 class Function(nn.Module):
@@ -111,3 +112,15 @@ def test_in_fp32_they_are_as_on_a_processor() -> None:
         for on_processor in (False, True)
     )
     assert there.units == here.units
+
+
+def test_dropout_keeps_a_mask_of_bytes_in_place_of_numbers() -> None:
+    there, here = (
+        capture(
+            Function(lambda x: F.dropout(x, 0.1)),
+            torch.ones(2, WIDTH),
+            on_processor=on_processor,
+        )
+        for on_processor in (False, True)
+    )
+    assert activation_bytes(here) - activation_bytes(there) == 3 * WIDTH

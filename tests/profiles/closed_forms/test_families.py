@@ -143,7 +143,7 @@ def test_at_full_size_a_profile_is_that_of_the_capture() -> None:
     assert_equal(profile, without_cycles(expected))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama, grouped, with dropout", "bert", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt2", "llama, grouped, with dropout", "bert", "t5", "mixtral"])
 def test_a_config_gives_what_capture_gives_for_accelerators(name: str) -> None:
     """Memory, work and launches; a capture forgets which attention drops scores."""
     config, kinds = CONFIGS[name], tuple(Numerics)
