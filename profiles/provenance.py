@@ -43,6 +43,10 @@ class Quantity(Record):
         return self.value * (1 + self.relative_error)
 
 
+BENCH = "bench"
+"""Origin of what a bench of kernels and collectives measured."""
+
+
 class Timing(Record):
     """A time that was measured several times: median and spread, in seconds."""
 

@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from profiles.machine.cluster import ClusterProfile, Collective, Device
 from profiles.model.work import AttentionKernel, ProductKind
-from profiles.provenance import Source
+from profiles.provenance import BENCH, Source
 from profiles.record import Record
 
 # Watts of board power per TFLOP/s of 16-bit peak below which a board is bound by its power in long
@@ -20,6 +20,9 @@ POWER_BOUND_W_PER_TFLOP_PER_S = 1.2
 # 16-bit tensor-core kernels are at their best with sizes in multiples of 64 elements (NVIDIA,
 # Matrix Multiplication Background User's Guide, table 1).
 ALIGNMENT = 64
+# Rows of 16-bit operands that do not begin at multiples of 16 bytes are loaded piece by piece (the
+# same guide, table 1).
+ROW_ALIGNMENT = 8
 # Rows of one expert fill whole tiles of a grouped product.
 TILE_ROWS = 128
 # The third generation of flash attention is bound by exponentials where heads are narrow: one takes
@@ -46,9 +49,14 @@ class Calibration(Record):
         power_bound: the same for boards that reach their power limit.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         elementwise: bytes that torch's own elementwise kernels move for each instruction that the
-            device can issue, at most: half of what a copy reaches on an H200, whose memory is fast
-            for its multiprocessors (`make gpu`: casts 2.1 TB/s, norms 2.4, whole steps 2.1 to 2.5).
+            device can issue, at most: less than 0.6 of what a copy reaches on an H200, whose memory
+            is fast for its multiprocessors (`make gpu`: casts 2.1 TB/s, norms 2.4, GELU 3.1).
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
+        odd: FLOP of 16-bit products with sizes that are no multiples of 8 for each instruction that
+            the device can issue, which their loads take: 98 and 117 TFLOP/s on an H200 for a
+            vocabulary of 50,257 (`make gpu`), a fifth of what 50,304 reaches.
+        between: rate of products between other kernels of a step over that of products in a row,
+            on boards that are bound by their power (kernels of three models on an H200: 1.10).
         grouped: rate of grouped products of experts, as a share of others'.
         convolution: rate of convolutions on matrix units, as a share of large products'. Prior 0.8:
             0.61 of the printed peak, what the model before this one was fitted to, over 0.76.
@@ -75,8 +83,10 @@ class Calibration(Record):
     sustained: PositiveFloat = 0.868
     power_bound: PositiveFloat = 0.719
     memory: PositiveFloat = 0.859
-    elementwise: PositiveFloat = 0.068
+    elementwise: PositiveFloat = 0.075
     unaligned: PositiveFloat = 0.621
+    odd: PositiveFloat = 3.3
+    between: PositiveFloat = 1.1
     grouped: PositiveFloat = 0.765
     convolution: PositiveFloat = 0.887
     vector: PositiveFloat = 0.688
@@ -106,7 +116,7 @@ class Calibration(Record):
         rate = self.bandwidth_bytes_per_s(device)
         if device.kind == "cpu" or not is_eager:
             return rate
-        return min(rate, self.elementwise * issue_per_s(device))
+        return min(rate, self.elementwise * issue_per_s(device) * device.elementwise)
 
     def collective_share(
         self, cluster: ClusterProfile, kind: Collective, group_size: int, stride: int
@@ -131,10 +141,11 @@ class Calibration(Record):
 
     def matmul_share(self, device: Device) -> float:
         """Share of the peak that large products reach inside a step. A share measured on the
-        machine is used as is."""
+        machine is used as is where steps were; a bench multiplies in a row."""
         fraction = device.matmul_fraction
         if fraction.source is Source.MEASURED or device.kind == "cpu":
-            return fraction.value
+            in_a_row = fraction.origin == BENCH and is_power_bound(device)
+            return fraction.value * (self.between if in_a_row else 1.0)
         return fraction.value * (self.power_bound if is_power_bound(device) else self.sustained)
 
     def vector_share(self, device: Device) -> float:
@@ -151,8 +162,8 @@ class Calibration(Record):
         if kernel is AttentionKernel.FLASH1:
             share = self.flash1 * (self.flash2_on_hopper / self.flash2 if later else 1.0)
         elif kernel is AttentionKernel.FLASH3 and later:
-            beside = EXPONENTIAL / USUAL_WIDTH, EXPONENTIAL / width
-            share = self.flash3 * (1 + beside[0]) / (1 + beside[1])
+            usual, own = 1 + EXPONENTIAL / USUAL_WIDTH, 1 + EXPONENTIAL / width
+            share = self.flash3 * usual / own
         return share * device.attention
 
     def product_share(self, n: float, k: float, kind: ProductKind, device: Device) -> float:
@@ -179,6 +190,11 @@ def tile_share(product_rows: float, kind: ProductKind) -> float:
         return 1.0
     tiles = -(-product_rows // TILE_ROWS)
     return product_rows / (tiles * TILE_ROWS)
+
+
+def is_odd(n: float, k: float) -> bool:
+    """True of a product whose operands or result have rows that begin at odd addresses."""
+    return bool(n % ROW_ALIGNMENT or k % ROW_ALIGNMENT)
 
 
 def column_share(columns: float) -> float:

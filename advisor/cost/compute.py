@@ -10,6 +10,7 @@ from advisor.cost.loads import Loads, ends_of
 from advisor.cost.rates import (
     PLAIN_OPERATION,
     PRODUCTS_OF_ATTENTION,
+    PYTHON_SHARE,
     SHARD_OPERATION,
     operation_s,
 )
@@ -316,6 +317,9 @@ def _unit_time(
             seconds += rest / (rates.peak * share)
         return seconds, moved
 
+    python = 1.0 if device.kind == "cpu" else PYTHON_SHARE
+    hooks *= python
+
     def launching(busy: float, kernels: float) -> float:
         launch = kernels * rates.launch_s
         # An accelerator overlaps with the host's launches; a CPU runs both.
@@ -333,7 +337,7 @@ def _unit_time(
     def repeated(busy: float) -> tuple[float, float]:
         """Seconds of a forward again; the host's work hides behind the whole backward too."""
         kernels: float = unit.forward_kernels + unit.backward_kernels
-        kernels += hooks + checkpoint_launches(unit, recompute, stack)
+        kernels += hooks + python * checkpoint_launches(unit, recompute, stack)
         behind = launching(backward[0] + busy, kernels) - backward[1]
         return busy, max(behind, launching(busy, unit.forward_kernels))
 

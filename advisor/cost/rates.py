@@ -10,6 +10,7 @@ from advisor.cost.calibration import (
     CALIBRATION,
     Calibration,
     column_share,
+    is_odd,
     issue_per_s,
     tile_share,
 )
@@ -32,6 +33,9 @@ CURVE = ((0.0, 0.1), (1e9, 0.6), (16e9, 0.9), (128e9, 0.95))
 # 2 x 1745, B300 3353 over 2 x 1769, GB200 3616 over 2 x 1822).
 NARROW_SHARE, NARROW_SHARE_OF_BLACKWELL = 0.9, 0.97
 _BLACKWELL = ("B100", "B200", "B300", "GB")
+# Host time of Python code over that of a kernel on an accelerator, whose launch has a driver's call
+# too: 14 us of 34 (an H200; both in steps of `profiles.machine.bench.small_step`).
+PYTHON_SHARE = 0.42
 # Of each element of an operand that is cast to 8 bits: two bytes read, one written, one transposed.
 NARROW_BYTES = 4
 # Host time of an operation by itself on a processor, over that of a kernel of a step, which also
@@ -191,6 +195,9 @@ class DeviceRates:
             share = min(share, waves) if waves else share * tile_share(product.m, product.kind)
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
         reached = peak * self._best_share() * share
+        if product.kind is ProductKind.LINEAR and self.has_units and is_odd(product.n, product.k):
+            loaded = self.calibration.odd * self.device.odd * issue_per_s(self.device)
+            reached = min(reached, loaded)
         exposed = min(moved_bytes, _written(product, flop))
         if self.device.kind == "cpu":
             exposed = 0.0 if product.is_convolution else moved_bytes
@@ -237,6 +244,11 @@ class DeviceRates:
             # Fewer multiplications, but maps and weights are transformed before and after.
             share *= max(1.0, self.calibration.winograd / product.fewest)
         return max(flop / (self.peak * share), moved_bytes / self.bandwidth)
+
+    @property
+    def has_units(self) -> bool:
+        """True if products with weights are by matrix units."""
+        return self.device.kind != "cpu" and self.peak > self.vector_peak
 
     @property
     def vector_peak(self) -> float:

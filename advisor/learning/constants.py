@@ -119,6 +119,8 @@ def slowed(cluster: ClusterProfile, factors: Mapping[Constant, float]) -> Cluste
                     "memory_bandwidth_bytes_per_s": rate,
                     "launch_s": launch,
                     "attention": device.attention / times(Constant.ATTENTION),
+                    "elementwise": device.elementwise / times(Constant.MEMORY),
+                    "odd": device.odd / times(Constant.PRODUCTS),
                 }
             ),
             "intra": cluster.intra and link(cluster.intra, inside),

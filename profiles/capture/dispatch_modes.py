@@ -26,6 +26,7 @@ from profiles.capture.operators import (
     kept_operators,
     launches,
     multiplied,
+    normed,
     occupied_bytes,
     read_bytes,
 )
@@ -361,9 +362,13 @@ class TraceMode(FakeRunMode):
             calls = (part or self.scope).attention
             (calls.backward if self._in_backward else calls.forward).append(call)
         grouped = multiplied(operator, args, outputs[0]) if flop else None
+        norm = normed(operator, args)
+        here = part or self.scope
+        work = here.backward if self._in_backward else here.forward
         if grouped is not None:
-            here = part or self.scope
-            (here.backward if self._in_backward else here.forward).grouped.append(grouped)
+            work.grouped.append(grouped)
+        if norm is not None:
+            work.normed.append(norm)
         if self._in_backward:
             return
         written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from profiles.model.work import FusibleKind
 from profiles.torch_compat import Operator, aten_operators, is_mutable, storage_of
 from profiles.trace.chains import Fusing
-from profiles.trace.scopes import Attended, Grouped
+from profiles.trace.scopes import Attended, Grouped, Normed
 
 FlopFormula = Callable[..., int]
 
@@ -57,6 +57,10 @@ _FUSIBLE = (
 _ACTIVATIONS = (
     *("relu", "gelu", "silu", "tanh", "sigmoid", "elu", "leaky_relu", "hardtanh", "mish"),
     *("softplus", "hardswish", "log_sigmoid_forward"),
+)
+_BATCH_NORMS = (
+    *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+    *("native_batch_norm_backward", "batch_norm_backward"),
 )
 # The first tensor is overwritten without being read.
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_")
@@ -137,6 +141,15 @@ def multiplied(operator: Operator, args: Sequence[Any], result: Tensor) -> Group
         return None
     a, _, ends, *_ = args
     return Grouped(a.shape[-2], ends.shape[0], result.shape[-1], a.shape[-1], a.element_size())
+
+
+def normed(operator: Operator, args: Sequence[Any]) -> Normed | None:
+    """The batch norm in training that this is, or its backward."""
+    name = operator.overloadpacket.__name__
+    if name not in _BATCH_NORMS or len(args) < 2:
+        return None
+    value = args[1] if "backward" in name else args[0]
+    return Normed(value.numel(), value.element_size())
 
 
 def launches(operator: Operator, *, makes_storage: bool) -> bool:

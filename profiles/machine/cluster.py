@@ -149,8 +149,9 @@ class Device(Record):
             all devices of a node copy; where a bench was run on GPUs.
         new_memory_bytes_per_s: at which a processor first writes memory that is mapped anew (see
             `profiles.workload.new_memory`), beyond what writing takes; where a bench was run.
-        attention: rate of attention kernels that keep no scores, over what was calibrated; as steps
-            that were run have it.
+        attention, elementwise, odd: rates over what was calibrated, as steps that were run have
+            them: of attention kernels that keep no scores, of elementwise kernels that the memory
+            does not bound, of products with odd sizes.
     """
 
     name: str
@@ -166,6 +167,8 @@ class Device(Record):
     host_link_bytes_per_s: Quantity | None = None
     new_memory_bytes_per_s: Quantity | None = None
     attention: PositiveFloat = 1.0
+    elementwise: PositiveFloat = 1.0
+    odd: PositiveFloat = 1.0
 
     @model_validator(mode="after")
     def _has_the_rate_of_plain_operations(self) -> Self:

@@ -16,6 +16,7 @@ from profiles.trace.scopes import (
     Grouped,
     LayerCall,
     LayerSegment,
+    Normed,
     Saving,
     Savings,
     trained_products,
@@ -39,7 +40,7 @@ class LayerSum:
     layer: LayerCall
     calls: int = 0
     figures: dict[str, int] = dataclasses.field(default_factory=dict)
-    products: tuple[Grouped, ...] = ()
+    products: tuple[Grouped | Normed, ...] = ()
     attention: tuple[Attended, ...] = ()
     fusible: Savings = dataclasses.field(default_factory=dict)
 
@@ -141,15 +142,18 @@ def attention_calls(
 
 
 def grouped_products(
-    one: Sequence[Grouped], two: Sequence[Grouped] | None, samples: int
+    one: Sequence[Grouped | Normed], two: Sequence[Grouped | Normed] | None, samples: int
 ) -> tuple[Product, ...]:
-    """Products of experts of one sample, which share its rows evenly; none where two runs over
-    `samples` and over twice as many differ in them."""
+    """Products of experts of one sample, which share its rows evenly, and batch norms; none where
+    two runs over `samples` and over twice as many differ in them."""
     if two is not None and [call._replace(rows=2 * call.rows) for call in one] != list(two):
         return ()
     products = []
     for call in one:
         rows = call.rows / samples
+        if isinstance(call, Normed):
+            products.append(_norm(rows, call.element_bytes))
+            continue
         moved = Affine(
             fixed=float(call.element_bytes * call.experts * call.n * call.k),
             per_sample=call.element_bytes * rows * (call.n + call.k),
@@ -167,6 +171,19 @@ def grouped_products(
             )
         )
     return tuple(products)
+
+
+def _norm(elements: float, element_bytes: int) -> Product:
+    """A batch norm of one sample: its input is read twice and the result written; back, gradient
+    and input are read twice and a gradient written. Once of each is what the trace counts."""
+    return Product(
+        kind=ProductKind.ELEMENTWISE,
+        m=Affine(per_sample=(3 + 5) / 2 * elements),
+        n=1,
+        k=1,
+        forward_bytes=Affine(per_sample=2 * element_bytes * elements),
+        backward_bytes=Affine(per_sample=3 * element_bytes * elements),
+    )
 
 
 def fusibles(one: Savings, two: Savings | None, line: Line) -> tuple[Fusible, ...]:

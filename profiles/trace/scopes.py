@@ -29,15 +29,24 @@ class Grouped(NamedTuple):
     needs_input_gradient: bool = True
 
 
+class Normed(NamedTuple):
+    """A batch norm of `rows` elements in training: more instructions than bytes bound it."""
+
+    rows: int
+    element_bytes: int
+
+
 @dataclass(slots=True)
 class Work:
-    """Work of a scope or segment: see `UnitCost`. `grouped` is of what lies outside segments."""
+    """Work of a scope or segment: see `UnitCost`. `grouped` and `normed` are of what lies outside
+    segments."""
 
     flop: int = 0
     moved_bytes: int = 0
     cycles: int = 0
     kernels: int = 0
     grouped: list[Grouped] = field(default_factory=list)
+    normed: list[Normed] = field(default_factory=list)
 
     def add(self, *, flop: int, moved_bytes: int, cycles: int = 0, kernels: int = 1) -> None:
         """One operation."""
@@ -323,11 +332,13 @@ class LayerCall:
         return self.heads, self.shape.outputs // self.heads
 
 
-def trained_products(forward: Work, backward: Work) -> tuple[Grouped, ...]:
+def trained_products(forward: Work, backward: Work) -> tuple[Grouped | Normed, ...]:
     """Grouped products of the forward; weights or rows without a gradient leave one product back
-    of each."""
+    of each. Batch norms that gradients passed, after them."""
     both = len(backward.grouped) >= 2 * len(forward.grouped)
-    return tuple(product._replace(needs_input_gradient=both) for product in forward.grouped)
+    grouped = (product._replace(needs_input_gradient=both) for product in forward.grouped)
+    passed = Counter(forward.normed) & Counter(backward.normed)
+    return (*grouped, *(norm for norm in forward.normed if passed[norm]))
 
 
 _FUSED = (2, 3)

@@ -20,6 +20,7 @@ from profiles.trace.scopes import (
     Attended,
     Grouped,
     LayerSegment,
+    Normed,
     Saving,
     Savings,
     Scope,
@@ -47,7 +48,7 @@ class Cost:
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
     layers: dict[str, LayerSum] = field(default_factory=dict)
-    products: tuple[Grouped, ...] = ()
+    products: tuple[Grouped | Normed, ...] = ()
     attention: tuple[Attended, ...] = ()
     fusible: Savings = field(default_factory=dict)
 

@@ -6,6 +6,7 @@
     --again                what was measured before, too
     --out FILE             tests/validation/gpu.json unless named; the device's curve beside it
     --show                 the table of FILE, and run nothing
+    --predict              predict what FILE has measured by today's code; no device is needed
 
 Without a GPU the same cases are tried on the CPU at small size, and nothing is kept. The exit
 status is 1 if a case failed there; on a GPU failures are results.
@@ -17,6 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from tests.gpu import again
 from tests.gpu.results import RESULTS, Outcome, Results
 from tests.gpu.run import PARTS, Run
 from tests.gpu.table import table
@@ -33,6 +35,10 @@ def main(arguments: list[str]) -> int:
         if not options.out.exists():
             _say(f"nothing was measured yet: there is no {options.out}")
             return 0
+        _say(table(Results.load(options.out)))
+        return 0
+    if options.predict:
+        again.predicted_again(Results.load(options.out)).save(options.out)
         _say(table(Results.load(options.out)))
         return 0
     import torch
@@ -67,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--predict", action="store_true")
     return parser
 
 

@@ -20,7 +20,7 @@ from tests.gpu.predict import Predicted, allocated, predicted
 from tests.gpu.results import Row, Unit
 from tests.gpu.setting import WARM_UP, LeftOutError, Setting
 from tests.gpu.subjects import SMALL, SUBJECTS, Subject, captured, fill, gpt_of
-from tests.gpu.training import Step, Variant, measured
+from tests.gpu.training import Step, Variant, measured, predictions
 
 BASE = Variant("precision=bf16")
 SMALL_BASE = Variant()
@@ -58,15 +58,21 @@ def cases(*, is_small: bool) -> list[Case]:
     return [*every[:3], Case("small gpt: CUDA graph", _graph, is_small=is_small), *every[3:]]
 
 
-_BASES: dict[str, tuple[Predicted, Step]] = {}
+_BASES: dict[str, Step] = {}
+STEP, ALLOCATED = "step, of the plain one", "allocated, of the plain one"
+PASSES = "forward and backward, of the plain one"
+TERMS: dict[str, Callable[[Estimate], float]] = {STEP: lambda e: e.step_s, ALLOCATED: allocated}
 
 
-def _base(setting: Setting, name: str) -> tuple[Predicted, Step]:
+def _base(setting: Setting, name: str) -> Step:
     """Once in a process."""
     if name not in _BASES:
-        variant = SMALL_BASE if setting.is_small else BASE
-        _BASES[name] = measured(setting, _subject(setting, name), name, variant)
+        _BASES[name] = measured(setting, _subject(setting, name), name, _plain(setting))
     return _BASES[name]
+
+
+def _plain(setting: Setting) -> Variant:
+    return SMALL_BASE if setting.is_small else BASE
 
 
 def _subject(setting: Setting, name: str) -> Subject:
@@ -74,12 +80,29 @@ def _subject(setting: Setting, name: str) -> Subject:
 
 
 def _run(name: str, variant: Variant, setting: Setting) -> Iterator[Row]:
-    before, plain = _base(setting, name)
-    after, changed = measured(setting, _subject(setting, name), name, variant)
-    yield _ratio("step", plain.seconds, changed.seconds, before, after, lambda e: e.step_s)
-    yield _ratio(
-        "allocated", plain.allocated_bytes, changed.allocated_bytes, before, after, allocated
+    plain = _base(setting, name)
+    changed = measured(setting, _subject(setting, name), name, variant)
+    both = _both(setting, name, variant)
+    yield _ratio(STEP, plain.seconds, changed.seconds, *both, TERMS[STEP])
+    yield _ratio(ALLOCATED, plain.allocated_bytes, changed.allocated_bytes, *both, TERMS[ALLOCATED])
+
+
+def _both(setting: Setting, name: str, variant: Variant) -> tuple[Predicted, Predicted]:
+    """Estimates of the plain model, and of the changed one."""
+    subject = _subject(setting, name)
+    return (
+        predictions(setting, subject, name, _plain(setting)),
+        predictions(setting, subject, name, variant),
     )
+
+
+def predicted_again(setting: Setting) -> dict[str, Callable[[], tuple[Predicted, Predicted]]]:
+    """Of every case with a change, by its name."""
+    return {
+        f"{name}: {change}": functools.partial(_both, setting, name, variant)
+        for name in MODELS
+        for change, variant in CHANGES.items()
+    }
 
 
 def _ratio(
@@ -90,14 +113,25 @@ def _ratio(
     after: Predicted,
     of: Callable[[Estimate], float],
 ) -> Row:
-    has_bench = before.bench is not None and after.bench is not None
+    from_sheet, from_bench = ratios(before, after, of)
     return Row(
-        term=f"{term}, of the plain one",
+        term=term,
         unit=Unit.RATIO,
         measured=changed / plain,
-        from_sheet=of(after.sheet) / of(before.sheet),
-        from_bench=of(after.bench) / of(before.bench) if has_bench else None,  # type: ignore[arg-type]
+        from_sheet=from_sheet,
+        from_bench=from_bench,
         note=f"{changed:.4g} of {plain:.4g}",
+    )
+
+
+def ratios(
+    before: Predicted, after: Predicted, of: Callable[[Estimate], float]
+) -> tuple[float, float | None]:
+    """What a change is predicted to bring, from the data sheet and from the bench."""
+    has_bench = before.bench is not None and after.bench is not None
+    return (
+        of(after.sheet) / of(before.sheet),
+        of(after.bench) / of(before.bench) if has_bench else None,  # type: ignore[arg-type]
     )
 
 
@@ -127,7 +161,9 @@ def _graph(setting: Setting) -> Iterator[Row]:
     replayed_s = setting.seconds(graph.replay)
     eager_s = setting.seconds(eager)
     before, after = (_of_graph(setting, share) for share in (0.0, 1.0))
-    yield _ratio("forward and backward", eager_s, replayed_s, before, after, _passes_s)
+    yield _ratio(
+        "forward and backward, of the plain one", eager_s, replayed_s, before, after, _passes_s
+    )
     del graph
     setting.release()
 
@@ -150,7 +186,7 @@ def _captured_graph(model: nn.Module, step: Callable[[], None]) -> torch.cuda.CU
 
 def _of_graph(setting: Setting, share: float) -> Predicted:
     plan = Plan.parse(f"precision=bf16 microbatch_size={GRAPHED_ROWS}")
-    profile = captured(GRAPHED, "small gpt")
+    profile = captured(GRAPHED, "small gpt", on_processor=not setting.is_cuda)
     stack = TORCH.model_copy(update={"name": f"graphs {share}", "cuda_graphs": share})
     return predicted(plan, profile, setting.machines(), stack=stack)
 

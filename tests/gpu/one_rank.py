@@ -8,11 +8,12 @@ optimizer steps, what is held when the forward is over, and the rest of the peak
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from advisor.cost import Estimate
 from engines.apply import Proofs, apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Plan
@@ -20,13 +21,23 @@ from engines.runtime.fake_world import fake_world
 from engines.tensor.proposal import propose_styles
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import cluster_from_name
+from profiles.model.profile import ModelProfile
 from tests.contract.watch import gradients, local, optimizer_states
 from tests.gpu.case import Case
-from tests.gpu.predict import OPTIMIZERS, allocated, predicted, reserved
+from tests.gpu.predict import OPTIMIZERS, Predicted, allocated, predicted, reserved
 from tests.gpu.results import Row, Unit
 from tests.gpu.setting import DeviceMemory, Setting
-from tests.gpu.subjects import captured, fill, filled_in_place, gpt_of
+from tests.gpu.subjects import Subject, captured, fill, filled_in_place, gpt_of
 
+TERMS: dict[str, Callable[[Estimate], float]] = {
+    "peak": allocated,
+    "reserved": reserved,
+    "states": lambda e: e.states_bytes,
+    "activations": lambda e: e.memory.activations,
+    "rest of the peak": lambda e: (
+        allocated(e) - e.memory.parameters - e.memory.optimizer - e.memory.activations
+    ),
+}
 DEVICES_PER_NODE = 8
 LENGTH = 2048
 SHAPES: dict[str, dict[str, int]] = {
@@ -91,11 +102,10 @@ def _run(name: str, settings: str, rows: int, setting: Setting) -> Iterator[Row]
         subject = gpt_of(**SMALL_SHAPE, length=SMALL_LENGTH, vocabulary=SMALL_VOCABULARY)
     else:
         subject = gpt_of(**SHAPES[name], length=LENGTH)
-    profile, module = captured(subject, name), subject.module()
+    profile, module = _profile(setting, subject, name), subject.module()
     plan = Plan.parse(f"{settings} microbatch_size={rows}")
     plan, proofs = _split(plan, SMALL_SHAPE if setting.is_small else SHAPES[name])
-    sheet = cluster_for(setting, plan.world_size)
-    given = predicted(plan, profile, (sheet, setting.benched(sheet)))
+    given, sheet = _predictions(setting, plan, profile), cluster_for(setting, plan.world_size)
     setting.release()
     memory, parts = DeviceMemory(setting), Parts()
 
@@ -131,23 +141,40 @@ def _run(name: str, settings: str, rows: int, setting: Setting) -> Iterator[Row]
     del module
     setting.release()
     saved = max(0, parts.at_loss - parts.resident)
-    yield given.row("peak", Unit.BYTES, peak, allocated)
+    figures: dict[str, int] = {"peak": peak}
     if cached is not None:
-        yield given.row("reserved", Unit.BYTES, cached, reserved)
-    yield given.row("states", Unit.BYTES, parts.states, lambda e: e.states_bytes)
-    yield given.row(
-        "activations",
-        Unit.BYTES,
-        saved,
-        lambda e: e.memory.activations,
-        "held when the loss begins, logits and gathered parameters too; predicted: saved at peak",
-    )
-    yield given.row(
-        "rest of the peak",
-        Unit.BYTES,
-        max(0, peak - parts.resident - saved),
-        lambda e: allocated(e) - e.memory.parameters - e.memory.optimizer - e.memory.activations,
-    )
+        figures["reserved"] = cached
+    figures |= {
+        "states": parts.states,
+        "activations": saved,
+        "rest of the peak": max(0, peak - parts.resident - saved),
+    }
+    notes = {
+        "activations": "held when the loss begins, logits and gathered parameters too; predicted:"
+        " saved at peak"
+    }
+    for term, figure in figures.items():
+        yield given.row(term, Unit.BYTES, figure, TERMS[term], notes.get(term, ""))
+
+
+def _profile(setting: Setting, subject: Subject, name: str) -> ModelProfile:
+    return captured(subject, name, on_processor=not setting.is_cuda)
+
+
+def _predictions(setting: Setting, plan: Plan, profile: ModelProfile) -> Predicted:
+    sheet = cluster_for(setting, plan.world_size)
+    return predicted(plan, profile, (sheet, setting.benched(sheet)))
+
+
+def predicted_again(setting: Setting) -> dict[str, Callable[[], Predicted]]:
+    """Of every case, by its name."""
+
+    def again(name: str, settings: str, rows: int) -> Predicted:
+        profile = _profile(setting, gpt_of(**SHAPES[name], length=LENGTH), name)
+        plan = Plan.parse(f"{settings} microbatch_size={rows}")
+        return _predictions(setting, _split(plan, SHAPES[name])[0], profile)
+
+    return {f"{case[0]}: {case[1]}": functools.partial(again, *case) for case in PLANS}
 
 
 def _split(plan: Plan, shape: dict[str, int]) -> tuple[Plan, Proofs]:

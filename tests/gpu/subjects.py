@@ -65,7 +65,8 @@ def profile_of(name: str) -> ModelProfile:
 
 
 @functools.cache
-def captured(subject: Subject, name: str) -> ModelProfile:
+def captured(subject: Subject, name: str, *, on_processor: bool = False) -> ModelProfile:
+    """Its profile as the device that steps are measured on runs it."""
     subject.require()
     return capture(
         subject.module(),
@@ -73,7 +74,7 @@ def captured(subject: Subject, name: str) -> ModelProfile:
         loss_fn=subject.loss_fn,
         numerics=tuple(Numerics),
         name=name,
-        on_processor=not torch.cuda.is_available(),
+        on_processor=on_processor,
     )
 
 

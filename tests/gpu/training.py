@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from advisor.cost import Estimate
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Plan
@@ -49,6 +50,11 @@ class Variant:
         return ", ".join([*words, f"{self.share:g} x rows"] if self.share != 1 else words)
 
 
+TERMS: dict[str, tuple[Unit, Callable[[Estimate], float]]] = {
+    "step": (Unit.SECONDS, lambda e: e.step_s),
+    "allocated": (Unit.BYTES, allocated),
+    "reserved": (Unit.BYTES, reserved),
+}
 VARIANTS = (
     Variant("precision=bf16"),
     Variant("precision=bf16 recompute=full"),
@@ -73,11 +79,20 @@ class Step:
 def cases(*, is_small: bool) -> list[Case]:
     subjects = SMALL if is_small else SUBJECTS
     variants = SMALL_VARIANTS if is_small else VARIANTS
-    pairs = [(name, variant) for variant in variants for name in subjects]
     return [
         Case(f"{name}: {variant}", functools.partial(_run, name, variant), is_small=is_small)
-        for name, variant in pairs
+        for variant in variants
+        for name in subjects
     ]
+
+
+def predicted_again(setting: Setting) -> dict[str, Callable[[], Predicted]]:
+    """Of every case, by its name."""
+    return {
+        f"{name}: {variant}": functools.partial(predictions, setting, subject, name, variant)
+        for variant in VARIANTS
+        for name, subject in SUBJECTS.items()
+    }
 
 
 def _run(name: str, variant: Variant, setting: Setting) -> Iterator[Row]:
@@ -87,28 +102,36 @@ def _run(name: str, variant: Variant, setting: Setting) -> Iterator[Row]:
 
 def step_rows(setting: Setting, subject: Subject, name: str, variant: Variant) -> Iterator[Row]:
     """The rows of one model under one variant."""
-    given, step = measured(setting, subject, name, variant)
+    step = measured(setting, subject, name, variant)
+    given = predictions(setting, subject, name, variant)
     note = ""
     if step.held_before_bytes > 128 * 2**20:  # more than workspaces of products
         note = f"{step.held_before_bytes / 2**20:.0f} MiB were held before"
-    yield given.row("step", Unit.SECONDS, step.seconds, lambda e: e.step_s)
-    yield given.row("allocated", Unit.BYTES, step.allocated_bytes, allocated, note)
+    figures = {"step": step.seconds, "allocated": step.allocated_bytes}
     if step.reserved_bytes is not None:
-        yield given.row("reserved", Unit.BYTES, step.reserved_bytes, reserved, note)
+        figures["reserved"] = step.reserved_bytes
+    for term, figure in figures.items():
+        unit, of = TERMS[term]
+        yield given.row(term, unit, figure, of, note if unit is Unit.BYTES else "")
 
 
-def measured(
-    setting: Setting, subject: Subject, name: str, variant: Variant
-) -> tuple[Predicted, Step]:
-    """The predictions and the steps of a model under a variant."""
+def predictions(setting: Setting, subject: Subject, name: str, variant: Variant) -> Predicted:
+    """Estimates of a step under a variant."""
+    profile = captured(subject, name, on_processor=not setting.is_cuda)
+    plan = _plan(setting, subject, variant)
+    return predicted(plan, profile, setting.machines(), optimizer=variant.optimizer)
+
+
+def _plan(setting: Setting, subject: Subject, variant: Variant) -> Plan:
+    rows = 2 if setting.is_small else max(1, int(subject.rows * variant.share))
+    return Plan.parse(f"{variant.settings} microbatch_size={rows}".strip())
+
+
+def measured(setting: Setting, subject: Subject, name: str, variant: Variant) -> Step:
+    """The steps of a model under a variant."""
     subject.require()
-    profile = captured(subject, name)
-    rows = max(1, int(subject.rows * variant.share))
-    if setting.is_small:
-        rows = 2
-    plan = Plan.parse(f"{variant.settings} microbatch_size={rows}".strip())
-    module = subject.module()
-    given = predicted(plan, profile, setting.machines(), optimizer=variant.optimizer)
+    profile = captured(subject, name, on_processor=not setting.is_cuda)
+    plan, module = _plan(setting, subject, variant), subject.module()
     setting.release()
     memory = DeviceMemory(setting)
     before = memory.now()
@@ -126,7 +149,8 @@ def measured(
             )
         except PlanError as error:
             raise LeftOutError(f"refused: {error.what}") from error
-        batch = there(subject.batch(rows * plan.forwards), setting)
+        assert plan.microbatch_size is not None
+        batch = there(subject.batch(plan.microbatch_size * plan.forwards), setting)
         for _ in range(1 if setting.is_small else WARM_UP):
             parallel.train_step(batch)
     with memory.watched():
@@ -135,7 +159,7 @@ def measured(
     step = Step(seconds, memory.peak(), memory.reserved_peak(), before)
     del parallel, module
     setting.release()
-    return given, step
+    return step
 
 
 def there(batch: Batch, setting: Setting) -> Batch:

@@ -11,7 +11,7 @@ import torch
 from profiles.machine.bench.job import Job
 from profiles.machine.bench.small_step import KERNELS, small_step
 from profiles.machine.cluster import Device
-from profiles.provenance import Quantity, Source, Timing
+from profiles.provenance import BENCH, Quantity, Source, Timing
 from profiles.units import MIB
 
 # Ranks that share a core take turns of a few milliseconds. A sample that is shorter than a turn is
@@ -229,7 +229,7 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
         update["matmul_fraction"] = measured(share, rate.relative_error)
     else:
         update["flop_per_s"] = device.flop_per_s | rates
-        update["matmul_fraction"] = Quantity(value=1.0, source=Source.MEASURED, origin="bench")
+        update["matmul_fraction"] = Quantity(value=1.0, source=Source.MEASURED, origin=BENCH)
     return device.model_copy(update=update)
 
 
@@ -239,7 +239,7 @@ def measured(value: float, relative_error: float) -> Quantity:
         value=rounded(value),
         source=Source.MEASURED,
         relative_error=rounded(min(relative_error, LARGEST_ERROR)),
-        origin="bench",
+        origin=BENCH,
     )
 
 

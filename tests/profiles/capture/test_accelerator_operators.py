@@ -48,7 +48,7 @@ def activation_bytes(profile: ModelProfile) -> float:
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_on_accelerators_dropout_keeps_no_scores(by_name: bool) -> None:
-    """What stays is what a model without dropout keeps."""
+    """A model keeps what one without dropout does."""
     dropped = profile(Attention(0.1, by_name=by_name), on_processor=False)
     plain = profile(Attention(0.0, by_name=by_name), on_processor=True)
     assert activation_bytes(dropped) == activation_bytes(plain)

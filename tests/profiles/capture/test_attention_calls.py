@@ -197,7 +197,7 @@ def test_accelerators_take_dropout_in_the_kernel() -> None:
         profile_from_config(
             gpt2(dropout), samples=1, sequence_length=TOKENS, name="a", on_processor=on_processor
         )
-        for dropout, on_processor in ((0.1, True), (0.1, False), (0.0, True))
+        for dropout, on_processor in ((0.1, True), (0.1, False), (0.0, False))
     )
     for one, other, best in zip(written.blocks(), fused.blocks(), without.blocks(), strict=True):
         cost, ours, least = (unit.cost(Numerics.AS_BUILT) for unit in (one, other, best))
