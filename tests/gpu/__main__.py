@@ -18,7 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.gpu import again
+from tests.gpu import again, readme
 from tests.gpu.results import RESULTS, Outcome, Results
 from tests.gpu.run import PARTS, Run
 from tests.gpu.table import table
@@ -38,8 +38,11 @@ def main(arguments: list[str]) -> int:
         _say(table(Results.load(options.out)))
         return 0
     if options.predict:
-        again.predicted_again(Results.load(options.out)).save(options.out)
-        _say(table(Results.load(options.out)))
+        results = again.predicted_again(Results.load(options.out))
+        results.save(options.out)
+        if options.out == RESULTS:
+            readme.write(results)
+        _say(table(results))
         return 0
     import torch
 

@@ -127,7 +127,7 @@ def _ratio(
 def ratios(
     before: Predicted, after: Predicted, of: Callable[[Estimate], float]
 ) -> tuple[float, float | None]:
-    """What a change is predicted to bring, from the data sheet and from the bench."""
+    """Predicted gain of a change, from the data sheet and from the bench."""
     has_bench = before.bench is not None and after.bench is not None
     return (
         of(after.sheet) / of(before.sheet),

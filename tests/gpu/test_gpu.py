@@ -15,11 +15,11 @@ import pytest
 
 from profiles.machine.clusters import load_cluster
 from tests.gpu import __main__ as command
-from tests.gpu import curve, run
+from tests.gpu import again, curve, readme, run
 from tests.gpu.case import Case
 from tests.gpu.exactness import PLANS
 from tests.gpu.ranks import collectives, run_pair
-from tests.gpu.results import CaseResult, Outcome, Results, Row, Unit
+from tests.gpu.results import RESULTS, CaseResult, Outcome, Results, Row, Unit
 from tests.gpu.run import PARTS, Run, cases_of
 from tests.gpu.setting import LeftOutError, Setting
 from tests.gpu.subjects import SUBJECTS
@@ -254,3 +254,23 @@ def test_the_cases_are_imported_where_only_what_torch_needs_is_installed() -> No
     )
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=120)
+
+
+def test_the_readme_shows_what_was_measured() -> None:
+    shown = readme.BLOCK.search(readme.README.read_text())
+    assert shown is not None
+    assert shown[2] == readme.tables(Results.load(RESULTS))
+
+
+def test_predictions_of_what_was_measured_are_those_of_today() -> None:
+    """Of a case of each part; `python -m tests.gpu --predict` makes all of them anew. Those of
+    transformers' models are by the release that was measured (5.17)."""
+    results = Results.load(RESULTS)
+    names = {
+        "c": "gpt-50m: precision=bf16, adamw",
+        "d": "gpt-1.3b: dp_replicate=8 precision=bf16",
+        "e": "gpt-350m: loss in 8 chunks",
+    }
+    cases = [next(c for c in results.of_part(part) if c.name == name) for part, name in names.items()]
+    some = results.model_copy(update={"cases": tuple(cases)})
+    assert again.predicted_again(some) == some

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 from profiles.units import format_bandwidth, format_seconds
 from tests.benchmarks import aggregation, updates
 from tests.gpu.results import RESULTS as GPU
-from tests.gpu.results import Results
+from tests.gpu.results import CaseResult, Results
+from tests.gpu.results import Row as Measured
 from tests.peers import results as peer_results
 from tests.peers.results import Peers
 from tests.peers.table import errors as peer_errors
@@ -30,31 +31,52 @@ SCORECARD = NESTED.with_name("scorecard.json")
 def _on_gpu(results: Results) -> Answer | None:
     rows = [(case, row) for case in results.cases for row in case.rows]
     bounded = [row for _, row in rows if row.limit is not None]
-    ratios: dict[str, list[float]] = defaultdict(list)
-    for case, row in rows:
-        if row.ratio is not None and case.part in ("c", "d"):
-            ratios[row.term].append(row.ratio)
     if not rows:
         return None
+    exact = sum(not row.is_beyond for row in bounded)
+    steps = [(case, row) for case, row in rows if case.part == "c" and row.term == "step"]
+    peaks = [row for _, row in rows if row.term in ("allocated", "peak")]
     shown = [
-        f"{term}: measured ÷ predicted {median(values):.2f} ({min(values):.2f} to"
-        f" {max(values):.2f}) of {len(values)}"
-        for term, values in ratios.items()
+        f"{name} {off(errors(pairs))}"
+        for name, pairs in (
+            (f"{len(steps)} steps from a bench", _pairs([r for _, r in steps], "from_bench")),
+            ("from its data sheet", _pairs([r for _, r in steps], "from_sheet")),
+            (f"{len(peaks)} peaks of tensors", _pairs(peaks, "from_sheet")),
+        )
+        if pairs
     ]
+    return Answer(
+        f"{results.device}: {exact} of {len(bounded)} results within their bounds of the CPU's;"
+        f" {listed(shown, most=6, none='no step yet')}",
+        _worst_of(results, steps),
+    )
+
+
+def _pairs(rows: Sequence[Measured], source: str) -> list[tuple[float, float]]:
+    """Predicted from there, and measured."""
+    predicted = ((getattr(row, source), row.measured) for row in rows)
+    return [(value, measured) for value, measured in predicted if value is not None]
+
+
+def _worst_of(results: Results, steps: Sequence[tuple[CaseResult, Measured]]) -> str:
+    """The step that is predicted worst, and cases that went wrong."""
     ended: dict[str, list[str]] = defaultdict(list)
     for case in results.cases:
         ended[case.outcome].append(case.name)
-    others = [
+    words = [
         f"{len(ended[name])} {name} ({listed(ended[name])})"
         for name in ("differed", "failed", "left out")
         if ended[name]
     ]
-    exact = sum(not row.is_beyond for row in bounded)
-    return Answer(
-        f"{results.device}: {exact} of {len(bounded)} results within their bounds of the CPU's;"
-        f" {listed(shown, most=6, none='no step yet')}",
-        "; ".join(others) or "no case differed or failed",
-    )
+    known = [(case, row) for case, row in steps if row.from_bench is not None]
+    if known:
+        case, row = max(known, key=lambda each: errors(_pairs([each[1]], "from_bench"))[0])
+        assert row.from_bench is not None
+        words.append(
+            f"the worst step, {case.name}: predicted {format_seconds(row.from_bench)}, took"
+            f" {format_seconds(row.measured)}"
+        )
+    return "; ".join(words) or "no case differed or failed"
 
 
 def _plans(report: Report) -> Answer | None:
