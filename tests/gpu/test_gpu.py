@@ -271,6 +271,8 @@ def test_predictions_of_what_was_measured_are_those_of_today() -> None:
         "d": "gpt-1.3b: dp_replicate=8 precision=bf16",
         "e": "gpt-350m: loss in 8 chunks",
     }
-    cases = [next(c for c in results.of_part(part) if c.name == name) for part, name in names.items()]
+    cases = [
+        next(c for c in results.of_part(part) if c.name == name) for part, name in names.items()
+    ]
     some = results.model_copy(update={"cases": tuple(cases)})
     assert again.predicted_again(some) == some
