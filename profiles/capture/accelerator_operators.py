@@ -27,12 +27,13 @@ _SIGNATURE = Signature(
     + [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, default=d) for n, d in _OPTIONAL.items()]
 )
 # In fp32 under autocast on CUDA, in 16 bits on a processor (torch/aten/src/ATen/autocast_mode.h,
-# 2.11: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE, less those of the processor's list).
+# 2.11: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE, less those of the processor's list; `sum`
+# reads 16 bits on both).
 _IN_FLOAT32 = frozenset(
     (
         *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p"),
         *("reciprocal", "rsqrt", "sinh", "tan", "pow", "softplus", "logsumexp", "renorm"),
-        *("layer_norm", "group_norm", "norm", "cosine_similarity", "cumprod", "cumsum", "sum"),
+        *("layer_norm", "group_norm", "norm", "cosine_similarity", "cumprod", "cumsum"),
         *("softmax", "log_softmax", "cross_entropy", "nll_loss", "l1_loss", "smooth_l1_loss"),
         *("huber_loss", "binary_cross_entropy_with_logits", "soft_margin_loss"),
     )
@@ -68,8 +69,8 @@ class AcceleratorOperators(TorchFunctionMode):
                 given = map_tensors(_lowered, given)
             with torch.autocast("cpu", enabled=False):
                 return _written_out(**given)
-        elif func is F.dropout and (probability := _drops(*args, **kwargs)):
-            return torch.native_dropout(args[0], probability, True)[0]
+        elif func is F.dropout and (dropped := _dropped(*args, **kwargs)) is not None:
+            return dropped
         elif getattr(func, "__name__", "").strip("_") in _IN_FLOAT32 and torch.is_autocast_enabled(
             "cpu"
         ):
@@ -101,13 +102,15 @@ def _written_out(
     return out
 
 
-def _drops(
+def _dropped(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> float | None:
-    """The probability, where one kernel draws and drops on CUDA (`is_fused_kernel_acceptable` in
+) -> Tensor | None:
+    """The result, where one kernel draws and drops on CUDA (`is_fused_kernel_acceptable` in
     torch/aten/src/ATen/native/Dropout.cpp)."""
     is_fused = training and not inplace and 0 < p < 1 and input.requires_grad
-    return p if is_fused and input.is_floating_point() else None
+    if not is_fused or not input.is_floating_point():
+        return None
+    return torch.native_dropout(input, p, True)[0]
 
 
 def _lowered(tensor: Tensor) -> Tensor:

@@ -114,10 +114,16 @@ def test_in_fp32_they_are_as_on_a_processor() -> None:
     assert there.units == here.units
 
 
-def test_dropout_keeps_a_mask_of_bytes_in_place_of_numbers() -> None:
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: F.dropout(x, 0.1), lambda x: F.dropout(input=x, p=0.1, training=True)],
+)
+def test_dropout_keeps_a_mask_of_bytes_in_place_of_numbers(
+    function: Callable[[Tensor], Tensor],
+) -> None:
     there, here = (
         capture(
-            Function(lambda x: F.dropout(x, 0.1)),
+            Function(function),
             torch.ones(2, WIDTH),
             on_processor=on_processor,
         )
