@@ -46,8 +46,9 @@ class AcceleratorOperators(TorchFunctionMode):
 
     `scaled_dot_product_attention` loses its dropout: torch's kernel for processors takes none, so
     that attention is written out there, scores kept. Those of CUDA draw it inside (flash,
-    memory-efficient, cuDNN: `sdp_utils.cpp`), and keep a seed. With a mask that has a gradient it
-    is written out on both. Dropout keeps a mask of bytes, on processors one of numbers.
+    memory-efficient, cuDNN: `sdp_utils.cpp`), and keep a seed. The memory-efficient one also gives
+    a mask its gradient where the mask's last dimension is dense (Swin's bias; T5's is permuted, and
+    written out on both). Dropout keeps a mask of bytes, on processors one of numbers.
     """
 
     def __torch_function__(
@@ -61,10 +62,15 @@ class AcceleratorOperators(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             given = _SIGNATURE.bind(*args, **kwargs).arguments
             mask = given.get("attn_mask")
+            needs_gradient = mask is not None and mask.requires_grad
+            if not needs_gradient or mask.stride(-1) == 1:
+                inside = {"dropout_p": 0.0}
+                if not needs_gradient:
+                    return func(**{**given, **inside})
+                out = func(**{**given, **inside, "attn_mask": mask.detach()})
+                return _Biased.apply(out, mask)
             if not given.get("dropout_p"):
                 return func(*args, **kwargs)
-            if mask is None or not mask.requires_grad:
-                return func(**{**given, "dropout_p": 0.0})
             if torch.is_autocast_enabled("cpu"):
                 given = map_tensors(_lowered, given)
             with torch.autocast("cpu", enabled=False):
@@ -76,6 +82,20 @@ class AcceleratorOperators(TorchFunctionMode):
         ):
             args, kwargs = map_tensors(_widened, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class _Biased(torch.autograd.Function):
+    """Attention's output; the kernel of its backward writes the gradient of `mask` too."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, mask: Tensor) -> Tensor:
+        ctx.like = mask.shape, mask.dtype
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype = ctx.like
+        return gradient, gradient.new_zeros(shape, dtype=dtype)
 
 
 def _written_out(

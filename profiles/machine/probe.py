@@ -100,6 +100,7 @@ def probe(
     if gpus:
         device = gpu_device(job.local_rank if per_node > 1 else 0)
         links = _gpu_links(device, nvml, per_node)
+        device = catalogue.in_cluster(device, links.intra, world=job.num_nodes * per_node)
         inter, used, notes = _gpu_network(device, cards, per_node)
     else:
         device = _cpu(memory // per_node, cores / per_node, measure=measure)

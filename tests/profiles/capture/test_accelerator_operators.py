@@ -22,7 +22,7 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.dropout, self.by_name = dropout, by_name
-        self.bias = nn.Parameter(torch.zeros(HEADS, TOKENS, TOKENS)) if bias else None
+        self.bias = nn.Parameter(torch.zeros(1, HEADS, TOKENS, TOKENS)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
@@ -63,11 +63,35 @@ def test_on_a_processor_the_scores_and_their_mask_are_kept() -> None:
     assert more >= scores * (4 + 1)  # probabilities in fp32, and a mask of bytes
 
 
-def test_with_a_bias_that_is_trained_scores_are_kept_on_both() -> None:
+class Permuted(Attention):
+    """A bias whose heads come last in memory, as T5's."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1, bias=True)
+        self.table = nn.Parameter(torch.zeros(TOKENS, TOKENS, HEADS))
+        del self.bias
+
+    @property
+    def bias(self) -> Tensor:
+        return self.table.permute(2, 0, 1)[None]
+
+
+def test_with_a_permuted_bias_that_is_trained_scores_are_kept_on_both() -> None:
     """Their mask is of numbers on a processor, of bytes on accelerators."""
-    here = profile(Attention(0.1, bias=True), on_processor=True)
-    there = profile(Attention(0.1, bias=True), on_processor=False)
+    here, there = (profile(Permuted(), on_processor=o) for o in (True, False))
     assert activation_bytes(here) - activation_bytes(there) == 3 * HEADS * TOKENS * TOKENS
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_with_a_dense_one_accelerators_keep_no_scores_and_give_it_a_gradient(
+    dropout: float,
+) -> None:
+    here, there = (profile(Attention(dropout, bias=True), on_processor=o) for o in (True, False))
+    plain = profile(Attention(0.0), on_processor=True)
+    assert there.unused == here.unused == ()
+    assert activation_bytes(there) == activation_bytes(plain)
+    sums = 4 * HEADS * TOKENS  # one for each query
+    assert activation_bytes(here) - activation_bytes(there) >= sums * TOKENS - sums
 
 
 class Function(nn.Module):

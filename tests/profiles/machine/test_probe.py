@@ -153,6 +153,12 @@ def test_a_known_gpu_brings_the_catalogue_s_facts_and_its_own_memory() -> None:
 
 
 @pytest.mark.usefixtures("two_h100")
+def test_a_process_alone_has_no_buffers_of_a_group() -> None:
+    alone, both = (probe(launcher=ALONE, ranks=n).device.context_bytes.value for n in (1, 2))
+    assert (alone, both) == (0.8 * GIB, 2.0 * GIB)
+
+
+@pytest.mark.usefixtures("two_h100")
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(InputError, match="4 ranks on a node that shows 2 GPUs"):
         probe(launcher=Launcher("torchrun", 0, 4, 0, 4, 1))
