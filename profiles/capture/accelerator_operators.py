@@ -60,28 +60,29 @@ class AcceleratorOperators(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            given = _SIGNATURE.bind(*args, **kwargs).arguments
-            mask = given.get("attn_mask")
-            needs_gradient = mask is not None and mask.requires_grad
-            if not needs_gradient or mask.stride(-1) == 1:
-                inside = {"dropout_p": 0.0}
-                if not needs_gradient:
-                    return func(**{**given, **inside})
-                out = func(**{**given, **inside, "attn_mask": mask.detach()})
-                return _Biased.apply(out, mask)
-            if not given.get("dropout_p"):
-                return func(*args, **kwargs)
-            if torch.is_autocast_enabled("cpu"):
-                given = map_tensors(_lowered, given)
-            with torch.autocast("cpu", enabled=False):
-                return _written_out(**given)
-        elif func is F.dropout and (dropped := _dropped(*args, **kwargs)) is not None:
+            return _attended(func, _SIGNATURE.bind(*args, **kwargs).arguments)
+        if func is F.dropout and (dropped := _dropped(*args, **kwargs)) is not None:
             return dropped
-        elif getattr(func, "__name__", "").strip("_") in _IN_FLOAT32 and torch.is_autocast_enabled(
-            "cpu"
-        ):
+        is_lowered = torch.is_autocast_enabled("cpu")
+        if is_lowered and getattr(func, "__name__", "").strip("_") in _IN_FLOAT32:
             args, kwargs = map_tensors(_widened, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _attended(func: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """The call as the first kernel that takes it runs it."""
+    mask, fused = given.get("attn_mask"), {**given, "dropout_p": 0.0}
+    if mask is None or not mask.requires_grad:
+        return func(**fused)
+    if mask.stride(-1) == 1:
+        out = func(**{**fused, "attn_mask": mask.detach()})
+        return _Biased.apply(out, mask)  # type: ignore[no-untyped-call]
+    if not given.get("dropout_p"):
+        return func(**given)
+    if torch.is_autocast_enabled("cpu"):
+        given = map_tensors(_lowered, given)
+    with torch.autocast("cpu", enabled=False):
+        return _written_out(**given)
 
 
 class _Biased(torch.autograd.Function):
