@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from advisor.cost.calibration import CALIBRATION
+from advisor.cost.calibration import CALIBRATION, is_power_bound
 from advisor.cost.rates import (
+    PYTHON_SHARE,
     DeviceRates,
     matmul_fraction,
     peak_flop_per_s,
@@ -35,6 +36,7 @@ from tests.gpu.setting import LeftOutError, Setting
 EDGES = (512, 1024, 2048, 4096, 8192, 16_384)
 CURVE_EDGES = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288)
 SMALL_EDGES = (32, 64)
+IN_A_ROW = 200  # products, so that a board comes to its limit of power
 DTYPES = ("bfloat16", "tfloat32", "float32", "float16", "float8_e4m3fn")
 # Products (m, n, k) of layers: of large and small models, thin, not in multiples of 64, a head.
 LAYERS = (
@@ -84,6 +86,7 @@ def curve_cases(*, is_small: bool) -> list[Case]:
     return [
         _case("curve", _curve, is_small),
         _case("layers", _layers, is_small),
+        _case("layers between other kernels", _between, is_small),
         _case("elementwise", _elementwise, is_small),
     ]
 
@@ -156,6 +159,42 @@ def _layers(setting: Setting) -> Iterator[Row]:
         yield _row(setting, f"{m} x {n} x {k}", Unit.SECONDS, measured_s, seconds)
 
 
+def _between(setting: Setting) -> Iterator[Row]:
+    """Rates of products of a step, between others that leave power to them, over those in a row."""
+    dtype = str(setting.dtype).removeprefix("torch.")
+    x = torch.randn((64, 64) if setting.is_small else (16_384, 8192), device=setting.device)
+    out = torch.empty_like(x)
+    count = 1 if setting.is_small else IN_A_ROW
+
+    def other() -> None:
+        torch.add(x, 1.0, out=out)
+
+    for m, n, k in SMALL_LAYERS if setting.is_small else LAYERS[:4]:
+        product = _product(setting, dtype, m, n, k)
+
+        def mixed(product: Callable[[], object] = product) -> None:
+            product()
+            other()
+            other()
+
+        row_s, other_s, mixed_s = (
+            setting.seconds(functools.partial(_repeated, work, count)) / count
+            for work in (product, other, mixed)
+        )
+        yield _row(
+            setting,
+            f"{m} x {n} x {k}",
+            Unit.RATIO,
+            row_s / (mixed_s - 2 * other_s),
+            lambda device: CALIBRATION.between if is_power_bound(device) else 1.0,
+        )
+
+
+def _repeated(work: Callable[[], object], count: int) -> None:
+    for _ in range(count):
+        work()
+
+
 def _product(setting: Setting, dtype: str, m: int, n: int, k: int) -> Callable[[], object]:
     """A product of random values, (m, k) by (k, n); the second lies as a layer's weight does."""
     if dtype == "float8_e4m3fn":
@@ -199,6 +238,14 @@ def _memory(setting: Setting) -> Iterator[Row]:
         launch_time(setting.device, seconds=0.01 if setting.is_small else 0.3),
         lambda device: device.launch_s.value,
         "a kernel of a small step, forward and backward",
+    )
+    yield _row(
+        setting,
+        "the same on a processor",
+        Unit.SECONDS,
+        launch_time(torch.device("cpu"), seconds=0.01 if setting.is_small else 0.3),
+        lambda device: device.launch_s.value * (PYTHON_SHARE if device.kind != "cpu" else 1.0),
+        "Python and torch without the driver",
     )
 
 
