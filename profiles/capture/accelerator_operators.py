@@ -96,7 +96,7 @@ class _Biased(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         shape, dtype = ctx.like
-        return gradient, gradient.new_zeros(shape, dtype=dtype)
+        return gradient, gradient.new_empty(shape, dtype=dtype)
 
 
 def _written_out(

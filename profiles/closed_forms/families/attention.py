@@ -147,19 +147,30 @@ def attend(
     lowered = [lower(x, ops.cast) for x in (value, key, query)][::-1]
     is_uneven = lowered[0].shape[-1] != lowered[2].shape[-1]
     is_beyond = query.tape.on_processor and (dropout or is_uneven)
-    if is_beyond or (bias and bias.needs_gradient):
+    trained = mask if mask and mask.needs_gradient else None
+    # Of accelerators' kernels one gives a dense mask its gradient.
+    is_alone = trained and (query.tape.on_processor or trained.strides[-1] != 1)
+    if is_beyond or is_alone:
         out = _unfused(lowered, bias, dropout, is_causal=is_causal)
     else:
         bias = additive(bias, lowered[0].dtype) if bias and bias.dtype is DType.BOOL else bias
-        out = _fused(lowered, bias, is_causal=is_causal, has_dropout=bool(dropout))
+        out = _fused(lowered, bias, trained, is_causal=is_causal, has_dropout=bool(dropout))
     out = ops.contiguous_copy(ops.transpose(out, 1, 2))
     return ops.reshape(out, *out.shape[:2], -1)
 
 
 def _fused(
-    inputs: Sequence[Array], mask: Array | None, *, is_causal: bool, has_dropout: bool
+    inputs: Sequence[Array],
+    mask: Array | None,
+    trained: Array | None = None,
+    *,
+    is_causal: bool,
+    has_dropout: bool,
 ) -> Array:
-    """2 matrix products forward, 5 backward, as `torch.utils.flop_counter` counts them."""
+    """2 matrix products forward, 5 backward, as `torch.utils.flop_counter` counts them.
+
+    `trained`: the mask as it was given, if it has a gradient.
+    """
     query, key, value = inputs
     tape = query.tape
     batch, count, length, width = query.shape
@@ -182,9 +193,11 @@ def _fused(
         made = [_by_position(x) for x in saved[:3]]
         tape.launch([gradient, *saved], made, flop=5 * both // 2)
         tape.attended(call)
+        if trained:
+            made.append(tape.empty(trained.shape, trained.dtype))
         return made
 
-    tape.record([out], [query, key, value], backward)
+    tape.record([out], [query, key, value, *([trained] if trained else [])], backward)
     return out
 
 
