@@ -20,9 +20,9 @@ POWER_BOUND_W_PER_TFLOP_PER_S = 1.2
 # 16-bit tensor-core kernels are at their best with sizes in multiples of 64 elements (NVIDIA,
 # Matrix Multiplication Background User's Guide, table 1).
 ALIGNMENT = 64
-# Rows of 16-bit operands that do not begin at multiples of 16 bytes are loaded piece by piece (the
+# Rows of operands that do not begin at multiples of so many bytes are loaded piece by piece (the
 # same guide, table 1).
-ROW_ALIGNMENT = 8
+ROW_BYTES = 16
 # Rows of one expert fill whole tiles of a grouped product.
 TILE_ROWS = 128
 # The third generation of flash attention is bound by exponentials where heads are narrow: one takes
@@ -52,8 +52,8 @@ class Calibration(Record):
             device can issue, at most: less than 0.6 of what a copy reaches on an H200, whose memory
             is fast for its multiprocessors (`make gpu`: casts 2.1 TB/s, norms 2.4, GELU 3.1).
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
-        odd: FLOP of 16-bit products with sizes that are no multiples of 8 for each instruction that
-            the device can issue, which their loads take: 98 and 117 TFLOP/s on an H200 for a
+        odd: FLOP of products whose rows begin at odd addresses for each instruction that the device
+            can issue, which their loads take: 98 and 117 TFLOP/s on an H200 for a
             vocabulary of 50,257 (`make gpu`), a fifth of what 50,304 reaches.
         between: rate of products between other kernels of a step over that of products in a row,
             on boards that are bound by their power (kernels of three models on an H200: 1.10).
@@ -192,9 +192,10 @@ def tile_share(product_rows: float, kind: ProductKind) -> float:
     return product_rows / (tiles * TILE_ROWS)
 
 
-def is_odd(n: float, k: float) -> bool:
+def is_odd(n: float, k: float, element_bytes: int) -> bool:
     """True of a product whose operands or result have rows that begin at odd addresses."""
-    return bool(n % ROW_ALIGNMENT or k % ROW_ALIGNMENT)
+    aligned = ROW_BYTES // element_bytes
+    return bool(n % aligned or k % aligned)
 
 
 def column_share(columns: float) -> float:

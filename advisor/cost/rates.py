@@ -124,6 +124,7 @@ class DeviceRates:
     Attributes:
         peak: of products with weights in the plan's dtype, FLOP/s; `half` of 16-bit ones.
         bandwidth: bytes/s of operands of products; `elementwise` of all other kernels.
+        operand_bytes: of an element of a product's factors; those of 8 bits are cast from 16.
         launch_s: what a kernel takes of the host; `waits` for each to end before the next.
     """
 
@@ -135,6 +136,7 @@ class DeviceRates:
     launch_s: float
     waits: bool
     calibration: Calibration
+    operand_bytes: int = 2
     is_narrow: bool = False
 
     @classmethod
@@ -158,6 +160,7 @@ class DeviceRates:
             * (1.0 if is_cpu else calibration.launch * (1 - stack.cuda_graphs)),
             waits=stack.blocking_launches,
             calibration=calibration,
+            operand_bytes=4 if dtype in _WIDE else 2,
             is_narrow=dtype.startswith(("float8", "float4")),
         )
 
@@ -195,7 +198,8 @@ class DeviceRates:
             share = min(share, waves) if waves else share * tile_share(product.m, product.kind)
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
         reached = peak * self._best_share() * share
-        if product.kind is ProductKind.LINEAR and self.has_units and is_odd(product.n, product.k):
+        by_weight = self.has_units and product.kind is ProductKind.LINEAR
+        if by_weight and is_odd(product.n, product.k, self.operand_bytes):
             loaded = self.calibration.odd * self.device.odd * issue_per_s(self.device)
             reached = min(reached, loaded)
         exposed = min(moved_bytes, _written(product, flop))

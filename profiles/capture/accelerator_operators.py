@@ -4,7 +4,7 @@ followed: dropout, attention with it, and what autocast leaves in fp32."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from profiles.torch_compat import map_tensors
+from profiles.torch_compat.attention import safe_softmax
 
 _REQUIRED = ("query", "key", "value")
 _OPTIONAL = {
@@ -26,6 +27,7 @@ _SIGNATURE = Signature(
     [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in _REQUIRED]
     + [Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, default=d) for n, d in _OPTIONAL.items()]
 )
+_OF_MODULES = signature(F.multi_head_attention_forward)  # what nn.MultiheadAttention calls
 # In fp32 under autocast on CUDA, in 16 bits on a processor (torch/aten/src/ATen/autocast_mode.h,
 # 2.11: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE, less those of the processor's list; `sum`
 # reads 16 bits on both).
@@ -61,12 +63,20 @@ class AcceleratorOperators(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attended(func, _SIGNATURE.bind(*args, **kwargs).arguments)
+        if func is F.multi_head_attention_forward:  # no mode sees the calls inside
+            return func(**_without_dropout(_OF_MODULES.bind(*args, **kwargs).arguments))
         if func is F.dropout and (dropped := _dropped(*args, **kwargs)) is not None:
             return dropped
         is_lowered = torch.is_autocast_enabled("cpu")
         if is_lowered and getattr(func, "__name__", "").strip("_") in _IN_FLOAT32:
             args, kwargs = map_tensors(_widened, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _without_dropout(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `multi_head_attention_forward`, without dropout where it calls a kernel."""
+    is_kernel = not given.get("need_weights", True)
+    return {**given, "dropout_p": 0.0} if is_kernel else given
 
 
 def _attended(func: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -115,7 +125,7 @@ def _written_out(
     wide = [_widened(t) for t in (query, key, value)]
     root = (scale or query.shape[-1] ** -0.5) ** 0.5
     scores = (wide[0] * root) @ (wide[1].transpose(-2, -1) * root)
-    weights = torch._safe_softmax(scores + attn_mask, -1)
+    weights = safe_softmax(scores + attn_mask)
     dropped = torch.native_dropout(weights, dropout_p, True)[0]
     handed_back = dropped.to(query.dtype)  # and not used
     out = (dropped @ wide[2]).to(query.dtype)

@@ -144,9 +144,12 @@ def multiplied(operator: Operator, args: Sequence[Any], result: Tensor) -> Group
 
 
 def normed(operator: Operator, args: Sequence[Any]) -> Normed | None:
-    """The batch norm in training that this is, or its backward."""
+    """The batch norm that this is, or its backward, by statistics of the batch; one by running
+    statistics, `training` false, is bound by memory."""
     name = operator.overloadpacket.__name__
     if name not in _BATCH_NORMS or len(args) < 2:
+        return None
+    if not next((flag for flag in args if isinstance(flag, bool)), True):  # the first is `training`
         return None
     value = args[1] if "backward" in name else args[0]
     return Normed(value.numel(), value.element_size())

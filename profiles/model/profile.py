@@ -213,7 +213,7 @@ class ModelProfile(Document):
         stack: the software whose kernels the costs are of, where it is not what was captured.
         source: how costs were counted.
         reads: code that acts on values of the sample; the profile is of the sample's path.
-        on_processor: False if attention with dropout was counted as accelerators run it.
+        on_processor: False if operators were counted as accelerators run them.
     """
 
     name: str

@@ -16,6 +16,12 @@ PIECE = 1024
 _LARGEST_HEAD = 256
 
 
+def safe_softmax(scores: Tensor) -> Tensor:
+    """Over the last dimension, 0 in rows that are hidden whole: of attention that is written out
+    by `scaled_dot_product_attention`."""
+    return torch._safe_softmax(scores, -1)
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:

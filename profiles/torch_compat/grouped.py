@@ -1,8 +1,7 @@
 """Autocast of grouped products, which torch (2.11 to 2.13) leaves in the dtype of their weights.
 
 Experts of transformers multiply by `grouped_mm`. Under autocast their fp32 weights were multiplied
-in fp32, by a loop over experts: on an H200 a step of eight experts in bf16 spent 290 of 400 ms
-there (pytorch issue 174763).
+in fp32, by a loop over experts (pytorch issue 174763).
 """
 
 from __future__ import annotations

@@ -15,9 +15,11 @@ status is 1 if a case failed there; on a GPU failures are results.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
+from profiles.errors import AdvisorError
 from tests.gpu import again, readme
 from tests.gpu.results import RESULTS, Outcome, Results
 from tests.gpu.run import PARTS, Run
@@ -54,7 +56,7 @@ def main(arguments: list[str]) -> int:
         minutes=options.minutes,
         out=options.out if has_gpu else None,
         again=options.again,
-        only=options.only,
+        only=options.only.pattern,
         says=_say,
         in_process=not has_gpu,
     )
@@ -62,6 +64,13 @@ def main(arguments: list[str]) -> int:
     _say(table(results))
     wrong = (Outcome.FAILED, Outcome.DIFFERED)
     return int(results.is_small and any(case.outcome in wrong for case in results.cases))
+
+
+def _regex(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"`{text}` is no regular expression: {error}") from None
 
 
 def _say(text: str) -> None:
@@ -72,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--part", action="append", choices=list(PARTS))
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", type=_regex, default="")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--show", action="store_true")
@@ -81,4 +90,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except AdvisorError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -94,6 +94,34 @@ def test_with_a_dense_one_accelerators_keep_no_scores_and_give_it_a_gradient(
     assert activation_bytes(here) - activation_bytes(there) >= sums * TOKENS - sums
 
 
+class OfModules(nn.Module):
+    """nn.MultiheadAttention, as nn.TransformerEncoderLayer calls it unless weights are wanted."""
+
+    def __init__(self, dropout: float, *, need_weights: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(WIDTH, HEADS, dropout=dropout, batch_first=True)
+        self.need_weights = need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x, x, x, need_weights=self.need_weights)[0]
+        return out
+
+
+def test_modules_of_torch_attend_in_the_kernel_too() -> None:
+    dropped = activation_bytes(profile(OfModules(0.1), on_processor=False))
+    assert dropped == activation_bytes(profile(OfModules(0.0), on_processor=True))
+    written_out = activation_bytes(profile(OfModules(0.1), on_processor=True))
+    assert written_out - dropped >= 5 * HEADS * TOKENS * TOKENS - 4 * HEADS * TOKENS
+
+
+def test_weights_that_are_asked_for_are_written_out_on_both() -> None:
+    here, there = (
+        activation_bytes(profile(OfModules(0.1, need_weights=True), on_processor=o))
+        for o in (True, False)
+    )
+    assert here == there
+
+
 class Function(nn.Module):
     """A linear layer (B, C), and a function of what it gives."""
 

@@ -31,6 +31,17 @@ def test_a_norm_of_a_convolution_is_noted_with_its_passes() -> None:
     assert norm.backward_bytes.at(1) == 3 * 4 * ELEMENTS
 
 
+def test_a_norm_by_running_statistics_is_not() -> None:
+    class Frozen(nn.BatchNorm2d):
+        """As detectors hold it."""
+
+        def train(self, mode: bool = True) -> nn.BatchNorm2d:
+            return super().train(False)
+
+    frozen = nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), Frozen(CHANNELS))
+    assert norms(frozen) == []
+
+
 def test_other_norms_and_norms_without_a_gradient_are_not() -> None:
     frozen = nn.Sequential(nn.BatchNorm2d(3, affine=False), nn.Conv2d(3, CHANNELS, 3, padding=1))
     assert norms(frozen) == []
