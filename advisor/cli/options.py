@@ -72,6 +72,7 @@ def facts_of(
         on_processor=machines.device.kind == "cpu",
         on_load=on_load,
     )
+    _note_other_kind(profile, machines.device.kind)
     machines = with_parts(machines, profile)
     if global_batch is None:
         global_batch = profile.samples * machines.world_size
@@ -124,9 +125,26 @@ def _profile(
     except ModelError as error:
         if not may_leave_out:
             raise
-        profile = profile_model(model, samples=1, sequence_length=sequence_length, on_load=on_load)
+        profile = profile_model(
+            model,
+            samples=1,
+            sequence_length=sequence_length,
+            on_processor=on_processor,
+            on_load=on_load,
+        )
         say(f"note: planned in {profile.dtype}, as the model does not run in 16 bits: {error.what}")
         return profile
+
+
+def _note_other_kind(profile: ModelProfile, kind: str) -> None:
+    """Say that a saved profile counts operators otherwise than these machines run them."""
+    if profile.on_processor is None or profile.on_processor == (kind == "cpu"):
+        return
+    counted, here = ("processors", "accelerators")[:: 1 if profile.on_processor else -1]
+    say(
+        f"note: the saved profile counts operators as {counted} run them; on {here} memory differs"
+        " where attention has dropout or autocast is on: name the model itself"
+    )
 
 
 def _given() -> tuple[str, ...]:

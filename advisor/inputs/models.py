@@ -183,14 +183,14 @@ def profile_of_config(
                 sequence_length=sequence_length,
                 name=like.name,
                 numerics=like.numerics,
-                on_processor=like.on_processor,
+                on_processor=like.on_processor is not False,
                 where=where,
             )
         module, batch = hugging_face.build(
             Path(where), samples=samples, sequence_length=sequence_length, content=config
         )
         loaded = LoadedModel(module, batch, None, like.name)
-    profile = _captured(loaded, like.numerics, like.on_processor)
+    profile = _captured(loaded, like.numerics, like.on_processor is not False)
     return profile.model_copy(update={"config": dict(config)})
 
 
@@ -214,7 +214,7 @@ def profile_of_factory(factory: str, *, like: ModelProfile, sequence_length: int
     else:
         sample = _resized(rest[0], like.tokens_per_sample, sequence_length)
         loaded = LoadedModel(module, sample, rest[1] if len(rest) == 2 else None, factory)
-    profile = _captured(loaded, like.numerics, like.on_processor)
+    profile = _captured(loaded, like.numerics, like.on_processor is not False)
     return profile.model_copy(update={"name": like.name, "factory": factory})
 
 

@@ -213,7 +213,8 @@ class ModelProfile(Document):
         stack: the software whose kernels the costs are of, where it is not what was captured.
         source: how costs were counted.
         reads: code that acts on values of the sample; the profile is of the sample's path.
-        on_processor: False if operators were counted as accelerators run them.
+        on_processor: whether operators were counted as processors run them, or as accelerators do;
+            None where that was not told apart.
     """
 
     name: str
@@ -242,7 +243,7 @@ class ModelProfile(Document):
     stack: str = ""
     source: CaptureSource = CaptureSource.FAKE
     reads: tuple[ValueRead, ...] = ()
-    on_processor: bool = True
+    on_processor: bool | None = None
 
     def to_json(self) -> str:
         """The same bytes for the same value; without defaults, which are two thirds of it."""

@@ -137,3 +137,26 @@ class TestTimedProfile:
         result = advise(*words, "--optimizer", "adafactor")
         assert result.exit_code == 2
         assert "follows the shapes of parameters" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("on_processor", "cluster", "words"),
+    [
+        (False, "1xcpu", "counts operators as accelerators run them; on processors memory differs"),
+        (True, "1xH100-SXM-80GB", "as processors run them; on accelerators memory differs"),
+        (False, "1xH100-SXM-80GB", ""),
+        (True, "1xcpu", ""),
+        (None, "1xcpu", ""),
+    ],
+)
+def test_a_profile_saved_for_other_devices_says_so_where_it_is_used(
+    on_processor: bool | None, cluster: str, words: str, tmp_path: Path
+) -> None:
+    profile = chain(units=3, parameters=1_000_000, tokens=512, width=1000)
+    path = tmp_path / "model.json"
+    profile.model_copy(update={"on_processor": on_processor}).save(path)
+    result = advise("plan", str(path), "--cluster", cluster)
+    assert result.exit_code == 0, result.stderr
+    noted = [line for line in result.stderr.splitlines() if "saved profile counts" in line]
+    assert len(noted) == bool(words)
+    assert not words or words in noted[0]
