@@ -9,7 +9,7 @@ from itertools import accumulate
 from advisor.cost.loads import Loads
 from advisor.cost.states import zero_level
 from advisor.cost.unit_load import UnitLoad
-from engines.plan import DataParallel, Plan
+from engines.plan import DataParallel, Plan, Recompute
 from profiles.model.profile import LOSS
 from profiles.workload.stack import TORCH, Loss, Stack
 
@@ -38,8 +38,9 @@ def added_share(plan: Plan) -> float:
     return 1 / shard_degree(plan) if is_reduced and plan.pp == 1 else 1.0
 
 
-Gathered = Callable[[int, int], float]
-"""Whole parameters while entry `i` works and entry `following` is fetched (-1: none)."""
+Gathered = Callable[[int, int, bool], float]
+"""Whole parameters while entry `i` works and entry `following` is fetched (-1: none); the third:
+in the forward."""
 
 
 def gathered_by_torch(plan: Plan, loads: Loads, stack: Stack = TORCH) -> Gathered:
@@ -50,25 +51,34 @@ def gathered_by_torch(plan: Plan, loads: Loads, stack: Stack = TORCH) -> Gathere
     copies = [u.parameter_bytes * share if u.is_separate else 0.0 for u in units]
     root = loads.root_parameter_bytes * share
     seen = list(accumulate(copy * u.count for copy, u in zip(copies, units, strict=True)))
-    multiplied = (u.parameter_bytes * u.is_multiplied * u.count for u in units)
-    cast = list(accumulate(nbytes * share * (share != 1) for nbytes in multiplied))
+    cast = [u.parameter_bytes * u.is_multiplied * share * (share != 1) for u in units]
+    repeats = [u.is_block and plan.recompute is not Recompute.NONE for u in units]
+    in_forward = list(accumulate(c * u.count for c, u in zip(cast, units, strict=True)))
+    saved = list(
+        accumulate(
+            c * u.count * (not again) for c, u, again in zip(cast, units, repeats, strict=True)
+        )
+    )
 
     def following_bytes(following: int) -> float:
         return copies[following] if 0 <= following < len(copies) else 0.0
 
-    def autocast(i: int, following: int) -> float:
-        # bf16 weight copies live from their cast in the forward to the end of the unit's backward;
-        # all of them are live between forward and backward.
-        return cast[i]
+    def autocast(i: int, following: int, forward: bool) -> float:
+        # bf16 weight copies live from their cast in the forward to the end of the unit's backward.
+        # Those of a block that runs again are in autocast's cache alone, which ends with the
+        # forward, before a loss outside it; they are made again for its backward.
+        if forward and units[i].name != LOSS:
+            return in_forward[i]
+        return saved[i] + cast[i] * repeats[i]
 
-    def once_a_step(i: int, following: int) -> float:
+    def once_a_step(i: int, following: int, forward: bool) -> float:
         if plan.forwards > 1:
             return root + seen[-1]
         return root + seen[i] + (following_bytes(following) if following > i else 0.0)
 
     reads_head = stack.loss is Loss.CHUNKED and bool(units) and units[-1].name == LOSS
 
-    def one_by_one(i: int, following: int) -> float:
+    def one_by_one(i: int, following: int, forward: bool) -> float:
         is_read = reads_head and i == len(units) - 1 and following != i - 1
         head = copies[i - 1] if is_read else 0.0
         return root + head + copies[i] + following_bytes(following)
@@ -210,7 +220,7 @@ def own_gathered(plan: Plan, loads: Loads) -> Gathered:
     copies = [share * unit.parameter_bytes * unit.is_separate for unit in units]
     root = share * loads.root_parameter_bytes
 
-    def whole(i: int, following: int) -> float:
+    def whole(i: int, following: int, forward: bool) -> float:
         return root + copies[i] + (copies[following] if 0 <= following < len(copies) else 0.0)
 
     return whole

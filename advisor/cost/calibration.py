@@ -62,12 +62,17 @@ class Calibration(Record):
             0.61 of the printed peak, what the model before this one was fitted to, over 0.76.
         vector: share of the fp32 peak that products on plain units reach at best. Prior 0.9:
             cuBLAS on devices before matrix units.
-        vector_slots: instructions that such a kernel issues per fused multiply-add, including loads
-            and address arithmetic. Prior 1.5.
+        vector_slots: instructions that a convolution issues there per fused multiply-add, including
+            loads and address arithmetic. Prior 1.5.
+        matmul_slots: the same of a matrix product: 51 of 67 TFLOP/s on an H200 (`make gpu`).
         winograd: rate of Winograd convolutions, as a share of what their fewer multiplications
             allow. Prior 0.65: the rest is for transforms.
-        norm_slots: instructions for each element that training norms of images read or write.
-            Prior 57: measured on an A100 in 16 bits, beyond its bandwidth.
+        norm_slots: instructions for each element that cuDNN's training norms of images read or
+            write. Prior 57: measured on an A100 in 16 bits, beyond its bandwidth.
+        norm_cycles: of a block of threads for an element of its channel that a batch norm sums.
+            Prior 2: torch's own kernels, which bf16 takes, on an H200 (`make gpu`).
+        depthwise: share of the fp32 peak that convolutions with a group for each channel reach.
+            Prior 0.13: an H200's kernels in 16 bits, 11 TFLOP/s forward, 8 backward.
         flash1, flash2, flash3: of attention, as a share of the 16-bit peak. FlashAttention reaches
             25 to 40 % of an A100 (arXiv:2205.14135), the second 50 to 73 % (2307.08691), the third
             up to 75 % of an H100 (2407.08608); a backward less than a forward.
@@ -80,29 +85,32 @@ class Calibration(Record):
         slack: bytes that the allocator reserves in addition to allocated ones, as a share of them.
     """
 
-    sustained: PositiveFloat = 0.868
-    power_bound: PositiveFloat = 0.719
-    memory: PositiveFloat = 0.859
+    sustained: PositiveFloat = 0.874
+    power_bound: PositiveFloat = 0.725
+    memory: PositiveFloat = 0.814
     elementwise: PositiveFloat = 0.075
-    unaligned: PositiveFloat = 0.621
+    unaligned: PositiveFloat = 0.669
     odd: PositiveFloat = 3.3
     between: PositiveFloat = 1.1
-    grouped: PositiveFloat = 0.765
-    convolution: PositiveFloat = 0.887
-    vector: PositiveFloat = 0.688
-    vector_slots: PositiveFloat = 1.59
-    winograd: PositiveFloat = 0.683
-    norm_slots: PositiveFloat = 56.9
-    flash1: PositiveFloat = 0.3
+    grouped: PositiveFloat = 0.693
+    convolution: PositiveFloat = 0.818
+    vector: PositiveFloat = 0.71
+    vector_slots: PositiveFloat = 1.54
+    matmul_slots: PositiveFloat = 1.32
+    winograd: PositiveFloat = 0.685
+    norm_slots: PositiveFloat = 57.9
+    norm_cycles: PositiveFloat = 2.0
+    depthwise: PositiveFloat = 0.13
+    flash1: PositiveFloat = 0.308
     flash2: PositiveFloat = 0.561
-    flash2_on_hopper: PositiveFloat = 0.343
-    flash3: PositiveFloat = 0.54
-    collectives: PositiveFloat = 0.936
-    pcie: PositiveFloat = 0.685
-    shared_cards: PositiveFloat = 0.529
+    flash2_on_hopper: PositiveFloat = 0.342
+    flash3: PositiveFloat = 0.538
+    collectives: PositiveFloat = 0.953
+    pcie: PositiveFloat = 0.68
+    shared_cards: PositiveFloat = 0.547
     launch: PositiveFloat = 1.0
     context_bytes: NonNegativeFloat = 0.0
-    slack: NonNegativeFloat = 0.18
+    slack: NonNegativeFloat = 0.179
 
     def bandwidth_bytes_per_s(self, device: Device) -> float:
         """Bandwidth of elementwise kernels in a step; a measured rate is used as is."""
@@ -148,10 +156,11 @@ class Calibration(Record):
             return fraction.value * (self.between if in_a_row else 1.0)
         return fraction.value * (self.power_bound if is_power_bound(device) else self.sustained)
 
-    def vector_share(self, device: Device) -> float:
+    def vector_share(self, device: Device, *, is_convolution: bool = False) -> float:
         """Share of the fp32 peak that products without matrix units reach."""
         issues = 2 if device.name.startswith(_TWO_ISSUES) else 1
-        return min(self.vector, issues / self.vector_slots)
+        slots = self.vector_slots if is_convolution else self.matmul_slots
+        return min(self.vector, issues / slots)
 
     def attention_share(
         self, device: Device, kernel: AttentionKernel, *, width: int = USUAL_WIDTH

@@ -309,6 +309,7 @@ def _unit_time(
         for call in unit.work.attention:
             known += call.forward_flop if forward else call.backward_flop
             seconds += rates.attention_s(call, forward=forward)
+            moved += call.forward_bytes if forward else call.backward_bytes
         # Products without a record: attention's scores and values, if captured.
         rest = (unit.forward_flop if forward else unit.backward_flop) - known
         if rest > 1e-6 * known:
@@ -351,13 +352,7 @@ def _unit_time(
             again = repeated(max(0.0, forward[0] - sum(spared)))
     elif unit.is_block and recompute is Recompute.SELECTIVE:
         if stack.selective is Selective.CORE:
-            core = sum(
-                call.forward_flop
-                / (rates.half * rates.calibration.attention_share(device, call.kernel))
-                if not call.kernel.keeps_scores
-                else call.forward_flop / (rates.half * matmul_fraction(device, rates.calibration))
-                for call in unit.work.attention
-            )
+            core = sum(rates.attention_s(call, forward=True) for call in unit.work.attention)
             core += max(0.0, unit.activation_bytes - unit.selective_bytes) * 2 / rates.bandwidth
             again = (min(core, forward[0]), 0.0)
         else:
@@ -402,13 +397,14 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
 
     It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones. A
     processor updates tensor by tensor, which takes the host longer than a small tensor's bytes; an
-    accelerator's lists of tensors do not.
+    accelerator's lists of tensors do not. Adafactor goes tensor by tensor on both, and waits for
+    two norms of each (torch/optim/_adafactor.py): 170 to 370 us a tensor in steps on an H200.
     """
     if plan.offload.states and device.kind != "cpu":
         return update.moved_bytes / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
     moving = update.moved_bytes / CALIBRATION.bandwidth_bytes_per_s(device)
     reached = peak_flop_per_s(device, "bfloat16").value * matmul_fraction(device)
-    host_s = 0.0
+    host_s = update.read_back * device.launch_s.value
     if device.kind == "cpu":
         operation = SHARD_OPERATION if plan.data_parallel.is_sharded else PLAIN_OPERATION
         host_s = update.operations * operation * device.launch_s.value

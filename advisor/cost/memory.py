@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
 
+from advisor.cost.allocator import (
+    USUAL_SLACK,
+    other_streams,
+    upper_end,
+    workspace_bytes,
+)
 from advisor.cost.breakdown import Memory
 from advisor.cost.buffers import BUCKET_BYTES as BUCKET_BYTES
 from advisor.cost.buffers import KEEPS_PARAMETERS as KEEPS_PARAMETERS
@@ -45,20 +50,6 @@ from profiles.workload.optimizer_states import FP32_BYTES
 from profiles.workload.optimizers import Upkeep
 from profiles.workload.stack import TORCH, Stack
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Amount = TypeVar("Amount", float, NDArray[np.float64])
-    """Of one plan, or of many."""
-
-# Reserved over allocated memory: 1.08 to 1.10 in Mist's README. Only the upper end of the range
-# includes the upper end of this; its middle converts allocated to reserved bytes.
-ALLOCATOR_SLACK = 0.10
-USUAL_SLACK = 0.09
-# cuBLAS's workspace of one handle in torch (ATen/cuda/CublasHandlePool.cpp): 2 of 4096 and 8 of 16
-# KiB, from Hopper on 32 MiB.
-WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024, 32 * 2**20
 # FSDP2 holds a gathered unit, its flat gather buffer and the unit prefetched next: two whole units
 # if the host does not run ahead, three if it does.
 UNITS_WHEN_AHEAD = 1
@@ -136,6 +127,12 @@ def peak(
     last = last_moment(plan, loads, update, device, stack=stack, own=own)
     moments += [last] if last is not None else []
     fullest = max(moments, key=lambda moment: moment.total)
+    copy, idle = largest_copy(plan, loads, stack), 0.0
+    if stack.states is None and device.kind != "cpu":
+        computing = max(moment.total - moment.gradients for moment in moments)
+        on_device = not states_leave(plan, device)
+        kept = other_streams(plan, loads, computing=computing, copy=copy, on_device=on_device)
+        idle = max(0.0, kept - fullest.total)
     return peak_at(
         replace(fullest, gathered=fullest.gathered + exchange_bytes),
         plan,
@@ -146,7 +143,8 @@ def peak(
         batch_bytes=batch_bytes + loads.buffer_bytes,
         unsharded_bytes=loads.unsharded_bytes + loads.whole_bytes,
         unsharded_gradient_bytes=loads.unsharded_bytes + loads.whole_gradient_bytes,
-        ahead=UNITS_WHEN_AHEAD * largest_copy(plan, loads, stack),
+        ahead=UNITS_WHEN_AHEAD * copy,
+        idle=idle,
         away=away_bytes(plan, loads, update, device),
         stack=stack,
         own=own,
@@ -205,25 +203,6 @@ def last_moment(
     return optimizer_step(plan, loads.gradient_bytes, update, device, stack=stack, own=own)
 
 
-def upper_end(
-    allocated: Amount,
-    device: Device,
-    *,
-    doubtful: Amount | float = 0.0,
-    ahead: Amount | float = 0.0,
-    error: float = ACTIVATION_ERROR,
-) -> Amount:
-    """Upper end of a peak, for one plan or many: adds the `error` of `doubtful` bytes (activations
-    and temporaries), early gathers (`ahead`), the allocator's slack and the context."""
-    high = allocated + error * doubtful + ahead
-    return high * (1 + ALLOCATOR_SLACK) + device.context_bytes.high
-
-
-def room_bytes(usable_bytes: float, device: Device) -> float:
-    """Bytes that a plan may allocate so that it fits `usable_bytes` with slack and context."""
-    return (usable_bytes - device.context_bytes.high) / (1 + ALLOCATOR_SLACK)
-
-
 def peak_at(
     fullest: Moment,
     plan: Plan,
@@ -234,6 +213,7 @@ def peak_at(
     device: Device,
     batch_bytes: float,
     ahead: float,
+    idle: float = 0.0,
     buffer_bytes: float = 0.0,
     unsharded_bytes: float = 0.0,
     unsharded_gradient_bytes: float = 0.0,
@@ -247,6 +227,7 @@ def peak_at(
 
     Args:
         ahead: gathers of a host that runs ahead.
+        idle: reserved for streams that do nothing at the moment.
         unsharded_bytes, unsharded_gradient_bytes: of parameters that are not sharded.
         away: offloaded bytes other than sharded states.
         own: states of a stack that manages its own.
@@ -283,20 +264,12 @@ def peak_at(
         high_bytes=upper_end(
             allocated, device, doubtful=doubtful, ahead=ahead, error=activation_error
         ),
-        reserved_bytes=allocated * (1 + slack) + memory.context,
+        reserved_bytes=allocated * (1 + slack) + idle + memory.context,
         states_bytes=resident,
         host_bytes=0.0 if on_disk else off_device,
         disk_bytes=off_device if on_disk else 0.0,
         loss_bytes=fullest.loss,
     )
-
-
-def workspace_bytes(device: Device, stack: Stack = TORCH) -> float:
-    """Bytes of matrix-multiply libraries' workspaces in the allocator."""
-    if device.kind == "cpu":
-        return 0.0
-    each = HOPPER_WORKSPACE_BYTES if device.is_hopper_or_later else WORKSPACE_BYTES
-    return float(stack.workspaces * each)
 
 
 def largest_copy(plan: Plan, loads: Loads, stack: Stack = TORCH) -> float:
@@ -326,7 +299,7 @@ def forward_moments(
                 unit=unit.name,
                 gradients=gradients.in_forward,
                 activations=before,
-                gathered=gathered(i, following[i]) + gradients.carried,
+                gathered=gathered(i, following[i], True) + gradients.carried,
                 transient=work,
                 loss=work * (unit.name == LOSS),
             )
@@ -373,7 +346,7 @@ def backward_moments(
             unit=unit.name,
             gradients=live_gradients,
             activations=live,
-            gathered=gathered(i, following[i]) + gradients.buffers(i),
+            gathered=gathered(i, following[i], False) + gradients.buffers(i),
             transient=work,
             loss=(saved[i] + work) * (unit.name == LOSS),
         )
@@ -387,7 +360,7 @@ def backward_moments(
                 unit=unit.name,
                 gradients=live_gradients,
                 activations=live,
-                gathered=gathered(i, following[i])
+                gathered=gathered(i, following[i], False)
                 - freed * loads.compute_share
                 + gradients.reduced(i),
                 transient=unit.input_bytes,

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from advisor.cost.allocator import workspace_bytes
 from advisor.cost.buffers import KEEPS_PARAMETERS, WHOLE, shard_degree
 from advisor.cost.context import CostContext
 from advisor.cost.loads import Loads
-from advisor.cost.memory import saved_bytes, workspace_bytes
+from advisor.cost.memory import saved_bytes
 from advisor.cost.orders import ONE_STAGE, PassKind, order_of
 from advisor.cost.staged import laid_out, received_bytes
 from advisor.cost.unit_load import UnitLoad

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import log
 
+from advisor.cost.attention import computed_share, drawn
 from advisor.cost.calibration import (
     CALIBRATION,
     Calibration,
@@ -14,6 +15,7 @@ from advisor.cost.calibration import (
     issue_per_s,
     tile_share,
 )
+from advisor.cost.norms import block_s
 from advisor.cost.waves import wave_share
 from advisor.cost.work import ELEMENT_BYTES, AttentionLoad, ProductLoad
 from profiles.machine.cluster import Device
@@ -91,11 +93,14 @@ def size_efficiency(flop: float, peak: float) -> float:
 def product_efficiency(device: Device, flop: float, peak: float) -> float:
     """`size_efficiency` as measured on an accelerator, else the curve.
 
-    Interpolated between measured sizes by the logarithm of their FLOP. Not on CPUs: there a small
+    Interpolated between measured sizes by the logarithm of their FLOP; beside the matrix units, on
+    which the bench multiplies, sizes that take as long are as good. Not on CPUs: there a small
     product's time is mostly its launch, which is charged separately.
     """
     if not device.matmul_efficiency or device.kind == "cpu":
         return size_efficiency(flop, peak)
+    if peak <= device.flop_per_s["float32"].value:
+        flop *= peak_flop_per_s(device, "bfloat16").value / peak
     points = [(2.0 * edge**3, share.value) for edge, share in device.matmul_efficiency.items()]
     points.sort()
     if flop <= points[0][0]:
@@ -126,6 +131,8 @@ class DeviceRates:
         bandwidth: bytes/s of operands of products; `elementwise` of all other kernels.
         operand_bytes: of an element of a product's factors; those of 8 bits are cast from 16.
         launch_s: what a kernel takes of the host; `waits` for each to end before the next.
+        has_own_norms: batch norms are torch's kernels, not cuDNN's (torch 2.11,
+            torch/aten/src/ATen/native/Normalization.cpp: bf16).
     """
 
     device: Device
@@ -138,6 +145,7 @@ class DeviceRates:
     calibration: Calibration
     operand_bytes: int = 2
     is_narrow: bool = False
+    has_own_norms: bool = False
 
     @classmethod
     def of(cls, device: Device, dtype: str, stack: Stack, calibration: Calibration) -> DeviceRates:
@@ -162,6 +170,7 @@ class DeviceRates:
             calibration=calibration,
             operand_bytes=4 if dtype in _WIDE else 2,
             is_narrow=dtype.startswith(("float8", "float4")),
+            has_own_norms=dtype == "bfloat16",
         )
 
     def core_s(self, cycles: float) -> float:
@@ -173,7 +182,7 @@ class DeviceRates:
     def product_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
         """Seconds of a product.
 
-        Arithmetic and reads overlap; writes of results do not, as they follow the whole sum. On a
+        Arithmetic and reads overlap; before Hopper, writes of results follow the whole sum. On a
         processor neither do: operands are copied into blocks before they are multiplied. Out of no
         cache products took twice their bytes at the median, beside arithmetic; in a step some
         are in one (`python -m tests.benchmarks.core_cycles`). Of convolutions see `REORDERED`.
@@ -181,14 +190,15 @@ class DeviceRates:
         if not flop:
             return 0.0
         if product.kind is ProductKind.ELEMENTWISE:
-            issued = flop / 2 * self.calibration.norm_slots / issue_per_s(self.device)
-            issued = issued if self.device.kind != "cpu" else 0.0
-            return max(issued, moved_bytes / self.elementwise)
+            return self._norm_s(product, moved_bytes, forward=flop == product.forward_flop)
         if product.kind is ProductKind.CONVOLUTION and self.device.kind != "cpu":
             return self._convolution_s(product, flop, moved_bytes)
+        is_wide = product.is_wide and self.operand_bytes < WIDE_BYTES
         peak = self.half if product.kind is ProductKind.SCORES else self.peak
+        if is_wide:
+            peak = self.vector_peak
         one = 2 * product.m * product.n * product.k
-        if product.kind is ProductKind.GROUPED:
+        if product.kind is not ProductKind.LINEAR and self.device.kind != "cpu":
             one *= product.repeats  # one kernel, whose tiles fill the device together
         share = product_efficiency(self.device, one, peak)
         if self.device.kind != "cpu":
@@ -197,7 +207,8 @@ class DeviceRates:
             # If the number of multiprocessors is unknown, expert rows still fill whole tiles.
             share = min(share, waves) if waves else share * tile_share(product.m, product.kind)
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
-        reached = peak * self._best_share() * share
+        best = self.calibration.vector_share(self.device) if is_wide else self._best_share()
+        reached = peak * best * share
         by_weight = self.has_units and product.kind is ProductKind.LINEAR
         if by_weight and is_odd(product.n, product.k, self.operand_bytes):
             loaded = self.calibration.odd * self.device.odd * issue_per_s(self.device)
@@ -205,6 +216,10 @@ class DeviceRates:
         exposed = min(moved_bytes, _written(product, flop))
         if self.device.kind == "cpu":
             exposed = 0.0 if product.is_convolution else moved_bytes
+        elif self.device.is_hopper_or_later and not is_wide:
+            # Blocks of threads stay for tile after tile, and one is written while the next is
+            # computed: on an H200 large products take their arithmetic's time (`make gpu`, layers).
+            exposed = 0.0
         moved_bytes -= exposed
         seconds = max(flop / reached, moved_bytes / self.bandwidth)
         if self.is_narrow and product.kind is not ProductKind.SCORES:
@@ -230,18 +245,36 @@ class DeviceRates:
             share *= product_efficiency(self.device, flop / PRODUCTS_OF_ATTENTION, peak)
         else:
             share = self.calibration.attention_share(self.device, call.kernel, width=call.width)
+            share *= computed_share(call, self.device, forward=forward)
+            drawing = drawn(call, forward=forward) / issue_per_s(self.device)
+            nbytes = call.forward_bytes if forward else call.backward_bytes
+            return max(flop / (peak * share) + drawing, nbytes / self.bandwidth)
         cycles = call.forward_cycles if forward else call.backward_cycles
         return flop / (peak * share) + self.core_s(cycles)
+
+    def _norm_s(self, norm: ProductLoad, moved_bytes: float, *, forward: bool) -> float:
+        """Seconds of a batch norm: cuDNN's, or torch's own in bf16, which sums by channels, and in
+        a forward reads and writes in another kernel."""
+        moving = moved_bytes / self.elementwise
+        if self.device.kind == "cpu":
+            return moving
+        if not self.has_own_norms:
+            slots = NORM_PASSES * norm.m * norm.n * self.calibration.norm_slots
+            return max(slots / issue_per_s(self.device), moving)
+        cycles = self.calibration.norm_cycles
+        summing = block_s(self.device, norm, cycles=cycles, forward=forward)
+        return summing + moving if forward else max(summing, moving)
 
     def _convolution_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
         """Seconds of a convolution: all groups are one kernel; groups narrower than a tile leave
         the rest of it idle."""
         if product.n == 1 < product.repeats:
             # Depthwise: a memory-bound kernel without matrix units.
-            reached = self.vector_peak * self.calibration.vector_share(self.device)
+            reached = self.vector_peak * self.calibration.depthwise
             return max(flop / reached, moved_bytes / self.bandwidth)
         one = 2 * product.m * product.n * product.k * product.repeats
-        share = size_efficiency(one, self.peak) * column_share(product.n) * self._best_share()
+        best = self._best_share(is_convolution=True)
+        share = size_efficiency(one, self.peak) * column_share(product.n) * best
         if self.peak > self.vector_peak:
             share *= self.calibration.convolution
         elif product.fewest < 1:
@@ -258,12 +291,12 @@ class DeviceRates:
     def vector_peak(self) -> float:
         return self.device.flop_per_s["float32"].value
 
-    def _best_share(self) -> float:
+    def _best_share(self, *, is_convolution: bool = False) -> float:
         """Share of the peak that large products reach: calibrated on matrix units, else limited by
         the instructions besides multiplications."""
         if self.device.kind == "cpu" or self.peak > self.vector_peak:
             return matmul_fraction(self.device, self.calibration)
-        return self.calibration.vector_share(self.device)
+        return self.calibration.vector_share(self.device, is_convolution=is_convolution)
 
 
 def _written(product: ProductLoad, flop: float) -> float:
@@ -274,4 +307,7 @@ def _written(product: ProductLoad, flop: float) -> float:
     return ELEMENT_BYTES * results * product.repeats
 
 
+# Of an element by a training norm: three forward (twice the input, the result), five backward.
+NORM_PASSES = (3 + 5) / 2
 _WIDE = ("float32", "tfloat32")
+WIDE_BYTES = 4

@@ -102,7 +102,7 @@ def chunk_of(
     one_by_one = kind.is_sharded and kind not in KEEPS_PARAMETERS
     copies = [u.parameter_bytes * share * (one_by_one and u.is_separate) for u in units]
 
-    def by_torch(i: int, following: int) -> float:
+    def by_torch(i: int, following: int, forward: bool) -> float:
         return copies[i] + (copies[following] if 0 <= following < len(copies) else 0.0)
 
     # Each unit's new gradient is allocated before it is added to those of other microbatches.

@@ -20,7 +20,7 @@ class ProductLoad(NamedTuple):
     """`repeats` products of (m, k) by (k, n); FLOP and bytes of all of them.
 
     `is_recomputed`: by a recompute that stops early, see `LayerCost`. `is_convolution`: the product
-    is an implicit one.
+    is an implicit one. `is_wide`: in fp32 whatever the plan's precision.
     """
 
     kind: ProductKind
@@ -35,10 +35,15 @@ class ProductLoad(NamedTuple):
     fewest: float = 1.0
     is_recomputed: bool = True
     is_convolution: bool = False
+    is_wide: bool = False
 
 
 class AttentionLoad(NamedTuple):
-    """FLOP of attention by one kernel, and cycles of a core beside them; `width` of a head."""
+    """FLOP of attention by one kernel, and cycles of a core beside them; `width` of a head.
+
+    `queries` and `keys` are tokens; `scores` those of all heads and samples that are computed.
+    Bytes are zero of kernels that write scores: what they move is that of operations in sequence.
+    """
 
     kernel: AttentionKernel
     width: int
@@ -46,6 +51,13 @@ class AttentionLoad(NamedTuple):
     backward_flop: float
     forward_cycles: float = 0.0
     backward_cycles: float = 0.0
+    queries: int = 0
+    keys: int = 0
+    is_causal: bool = False
+    dropout: bool = False
+    scores: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +136,16 @@ def _own(layer: LayerCost, kind: Kind | None, share: float, samples: float) -> P
     else:
         n *= share
     moved, back = own.forward_moved_bytes.at(samples), own.backward_moved_bytes.at(samples)
+    if layer.kind is not LayerKind.CONVOLUTION:
+        # The layer's call also casts what it is given, and sums its bias's gradient: kernels beside
+        # the product, which hides none of their bytes.
+        rows = flop / (2 * n * k)
+        element = layer.output_bytes.at(samples) / (rows * n) or ELEMENT_BYTES
+        alone = element * (rows * (n + k) + layer.calls * n * k)
+    else:
+        # Maps that are turned around it, too.
+        alone = (layer.input_bytes + layer.output_bytes).at(samples) + layer.weight_bytes
+    moved, back = min(moved, alone), min(back, (1 + layer.needs_input_gradient) * alone)
     return ProductLoad(
         kind=ProductKind.LINEAR,
         m=m / layer.calls,
@@ -158,7 +180,7 @@ def _noted(product: Product, share: float, samples: float) -> ProductLoad:
     return ProductLoad(
         product.kind, m, n, k, float(product.count), flop,
         (1 + product.needs_input_gradient) * flop, there, back, product.fewest,
-        is_convolution=product.kind is ProductKind.CONVOLUTION,
+        is_convolution=product.kind is ProductKind.CONVOLUTION, is_wide=product.is_wide,
     )  # fmt: skip
 
 
@@ -166,6 +188,8 @@ def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterat
     for call in part.attention:
         cost = attention_cost(call, call.kernel)
         rows = share * samples
+        is_fused = not call.kernel.keeps_scores and call.kernel is not AttentionKernel.CPU
+        hidden = rows * is_fused
         yield AttentionLoad(
             call.kernel,
             call.width,
@@ -173,6 +197,13 @@ def _attention(part: Stretch | UnitCost, share: float, samples: float) -> Iterat
             rows * cost.backward_flop,
             rows * cost.forward_cycles,
             rows * cost.backward_cycles,
+            queries=call.queries,
+            keys=call.keys,
+            is_causal=call.is_causal,
+            dropout=call.dropout,
+            scores=cost.forward_flop / (2.0 * (call.width + call.value_width)) * rows,
+            forward_bytes=hidden * cost.forward_moved_bytes,
+            backward_bytes=hidden * cost.backward_moved_bytes,
         )
 
 

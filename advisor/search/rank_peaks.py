@@ -13,9 +13,9 @@ from itertools import compress, pairwise
 
 import numpy as np
 
+from advisor.cost.allocator import upper_end, workspace_bytes
 from advisor.cost.borders import sent_samples
 from advisor.cost.buffers import KEEPS_PARAMETERS, shard_degree
-from advisor.cost.memory import upper_end, workspace_bytes
 from advisor.cost.offload import states_leave
 from advisor.cost.orders import FULL_AFTER, SPLITS_BACKWARD, PassKind, moments_of, stages_of
 from advisor.cost.round_shares import RoundShares, round_shares

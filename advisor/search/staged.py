@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.cost.allocator import room_bytes, upper_end, workspace_bytes
 from advisor.cost.buffers import KEEPS_PARAMETERS
-from advisor.cost.memory import room_bytes, upper_end, workspace_bytes
 from advisor.cost.orders import FULL_AFTER, ONE_STAGE, SPLITS_BACKWARD
 from advisor.cost.round_shares import RoundShares, round_shares
 from advisor.cost.shared_cores import speedup_alone

@@ -13,9 +13,9 @@ from itertools import accumulate
 
 import numpy as np
 
+from advisor.cost.allocator import room_bytes, workspace_bytes
 from advisor.cost.borders import charged_groups
 from advisor.cost.buffers import shard_degree
-from advisor.cost.memory import room_bytes, workspace_bytes
 from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
 from advisor.cost.pipeline import StageTimes, play, sends_late
 from advisor.cost.shared_cores import speedup_alone

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from advisor.cost.allocator import upper_end
 from advisor.cost.buffers import KEEPS_PARAMETERS, shard_degree
 from advisor.cost.loads import Loads, activation_error
 from advisor.cost.memory import (
@@ -19,7 +20,6 @@ from advisor.cost.memory import (
     last_moment,
     moments_of,
     peak_at,
-    upper_end,
 )
 from advisor.cost.states import ResidentStates, resident_states
 from advisor.search.columns import SMALL, Columns

@@ -3,7 +3,9 @@ followed: dropout, attention with it, and what autocast leaves in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from inspect import Parameter, Signature, signature
 from typing import Any
 
@@ -41,6 +43,7 @@ _IN_FLOAT32 = frozenset(
     )
 )
 _NARROW = (torch.bfloat16, torch.float16)
+_DROPS: ContextVar[bool] = ContextVar("scores are dropped", default=False)
 
 
 class AcceleratorOperators(TorchFunctionMode):
@@ -64,7 +67,9 @@ class AcceleratorOperators(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _attended(func, _SIGNATURE.bind(*args, **kwargs).arguments)
         if func is F.multi_head_attention_forward:  # no mode sees the calls inside
-            return func(**_without_dropout(_OF_MODULES.bind(*args, **kwargs).arguments))
+            given = _OF_MODULES.bind(*args, **kwargs).arguments
+            with _dropping(bool(given.get("training", True) and given["dropout_p"])):
+                return func(**_without_dropout(given))
         if func is F.dropout and (dropped := _dropped(*args, **kwargs)) is not None:
             return dropped
         is_lowered = torch.is_autocast_enabled("cpu")
@@ -79,14 +84,29 @@ def _without_dropout(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "dropout_p": 0.0} if is_kernel else given
 
 
+def drops_scores() -> bool:
+    """True while attention runs whose dropout the kernel of an accelerator draws inside."""
+    return _DROPS.get()
+
+
+@contextmanager
+def _dropping(is_on: bool) -> Iterator[None]:
+    token = _DROPS.set(is_on)
+    try:
+        yield
+    finally:
+        _DROPS.reset(token)
+
+
 def _attended(func: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The call as the first kernel that takes it runs it."""
     mask, fused = given.get("attn_mask"), {**given, "dropout_p": 0.0}
-    if mask is None or not mask.requires_grad:
-        return func(**fused)
-    if mask.stride(-1) == 1:
-        out = func(**{**fused, "attn_mask": mask.detach()})
-        return _Biased.apply(out, mask)  # type: ignore[no-untyped-call]
+    with _dropping(bool(given.get("dropout_p"))):
+        if mask is None or not mask.requires_grad:
+            return func(**fused)
+        if mask.stride(-1) == 1:
+            out = func(**{**fused, "attn_mask": mask.detach()})
+            return _Biased.apply(out, mask)  # type: ignore[no-untyped-call]
     if not given.get("dropout_p"):
         return func(**given)
     if torch.is_autocast_enabled("cpu"):

@@ -25,10 +25,10 @@ from profiles.capture.operators import (
     fusing_of,
     kept_operators,
     launches,
-    multiplied,
-    normed,
+    noted,
     occupied_bytes,
     read_bytes,
+    turned_bytes,
 )
 from profiles.capture.storages import Storages
 from profiles.capture.sum_trace import is_addition
@@ -80,6 +80,7 @@ class TraceMode(FakeRunMode):
         storages: Storages,
         *,
         low_precision: torch.dtype | None,
+        on_processor: bool,
         gradient_bytes: Mapping[str, int],
         placed: Mapping[int, str],
         values: KnownValues | None = None,
@@ -102,6 +103,7 @@ class TraceMode(FakeRunMode):
         self._timeline = storages.timeline
         self._timeline.open((self.scope, False))
         self._low_precision = low_precision
+        self._on_processor = on_processor
         self._gradient_bytes = gradient_bytes
         self._in_backward = False
         self._callers: list[Scope] = []
@@ -353,6 +355,8 @@ class TraceMode(FakeRunMode):
         formula = self._formulas.get(operator.overloadpacket)
         flop = formula(*args, **kwargs, out_val=result) if formula is not None else 0
         moved = self._move(operator, chain, inputs, outputs)
+        if not self._on_processor:
+            moved += turned_bytes(operator, args, outputs)
         cycles = core_cycles(operator, args, kwargs, inputs, outputs, moved)
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
@@ -361,14 +365,10 @@ class TraceMode(FakeRunMode):
         if call is not None:
             calls = (part or self.scope).attention
             (calls.backward if self._in_backward else calls.forward).append(call)
-        grouped = multiplied(operator, args, outputs[0]) if flop else None
-        norm = normed(operator, args)
-        here = part or self.scope
-        work = here.backward if self._in_backward else here.forward
-        if grouped is not None:
-            work.grouped.append(grouped)
-        if norm is not None:
-            work.normed.append(norm)
+        known = noted(operator, args, outputs, on_processor=self._on_processor)
+        if known is not None:
+            here = part or self.scope
+            (here.backward if self._in_backward else here.forward).noted.append(known)
         if self._in_backward:
             return
         written = tensors_written(operator, args, kwargs) if is_mutable(operator) else []

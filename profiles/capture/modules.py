@@ -71,7 +71,7 @@ def _units_in(
         elif type(child) in repeated:
             if _is_plain_list(child) and any(map(_is_composite, child.children())):
                 yield from _units_in(child, f"{path}.", seen, in_stage=in_stage)
-            elif holds_stages and any(_repeated_classes([own]) for own in _own_lists(child)):
+            elif holds_stages and any(map(_repeats_blocks, _own_lists(child))):
                 yield from _units_in(child, f"{path}.", seen, in_stage=True)
             else:
                 yield Unit(path, child, is_block=True)
@@ -105,6 +105,18 @@ def _repeated_classes(modules: Iterable[nn.Module]) -> frozenset[type[nn.Module]
     children = (child for module in modules for child in module.children())
     count = Counter(type(child) for child in children if _is_composite(child))
     return frozenset(kind for kind, number in count.items() if number >= 2)
+
+
+def _repeats_blocks(own: nn.Module) -> bool:
+    """True of the list of a stage. A block's list of plain layers, or of short lists of them
+    (convolution and norm), is not one."""
+    parts = [part for part in own.children() if not _is_layers(part)]
+    count = Counter(type(part) for part in parts if _is_composite(part))
+    return any(number >= 2 for number in count.values())
+
+
+def _is_layers(module: nn.Module) -> bool:
+    return _is_plain_list(module) and not any(map(_is_composite, module.children()))
 
 
 def _holds_blocks(module: nn.Module) -> bool:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from profiles.capture.accelerator_operators import drops_scores
 from profiles.model.work import FusibleKind
 from profiles.torch_compat import Operator, aten_operators, is_mutable, storage_of
 from profiles.trace.chains import Fusing
-from profiles.trace.scopes import Attended, Grouped, Normed
+from profiles.trace.scopes import Attended, Convolved, Grouped, Normed, Noted, Scored
 
 FlopFormula = Callable[..., int]
 
@@ -132,27 +133,70 @@ def attended(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any])
         value_width=value.shape[3],
         is_causal=bool(causal),
         element_bytes=query.element_size(),
+        dropout=drops_scores(),
     )
 
 
-def multiplied(operator: Operator, args: Sequence[Any], result: Tensor) -> Grouped | None:
-    """The product of experts that this is, of a forward or a gradient of one."""
-    if operator.overloadpacket.__name__ != "_grouped_mm" or len(args) < 3 or args[2] is None:
+def noted(
+    operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor], *, on_processor: bool
+) -> Noted | None:
+    """Work whose time follows from the sizes that it is called with, if this is such.
+
+    A processor's time rests on FLOP and bytes alone: there products of experts and norms are told
+    apart.
+    """
+    name = operator.overloadpacket.__name__
+    if name in _BATCH_NORMS:
+        return normed(operator, args)
+    if name == "_grouped_mm" and len(args) > 2 and args[2] is not None:
+        a, _, ends, *_ = args
+        width = outputs[0].shape[-1]
+        return Grouped(a.shape[-2], ends.shape[0], width, a.shape[-1], a.element_size())
+    if on_processor:
         return None
-    a, _, ends, *_ = args
-    return Grouped(a.shape[-2], ends.shape[0], result.shape[-1], a.shape[-1], a.element_size())
+    if name in ("bmm", "baddbmm"):
+        a = args[0] if name == "bmm" else args[1]
+        many, height, k = a.shape
+        return Scored(many * height, height, outputs[0].shape[-1], k, a.element_size())
+    if name in ("convolution", "convolution_backward"):
+        return _convolved(args, outputs, is_backward=name != "convolution")
+    return None
+
+
+def _convolved(
+    args: Sequence[Any], outputs: Sequence[Tensor], *, is_backward: bool
+) -> Convolved | None:
+    """A convolution by more than one group; that of one is a layer."""
+    written = args[0] if is_backward else outputs[0]
+    value, weight = args[1:3] if is_backward else args[:2]
+    *_, is_transposed, _padding, groups = args[:-1] if is_backward else args
+    if is_transposed or groups == 1:
+        return None
+    rows = written.numel() // written.shape[1]
+    return Convolved(
+        rows=rows,
+        groups=groups,
+        n=weight.shape[0] // groups,
+        k=math.prod(weight.shape[1:]),
+        inputs_per_row=value.numel() / rows,
+        element_bytes=value.element_size(),
+        needs_input_gradient=not is_backward or bool(args[-1][0]),
+    )
 
 
 def normed(operator: Operator, args: Sequence[Any]) -> Normed | None:
     """The batch norm that this is, or its backward, by statistics of the batch; one by running
     statistics, `training` false, is bound by memory."""
     name = operator.overloadpacket.__name__
-    if name not in _BATCH_NORMS or len(args) < 2:
+    if len(args) < 2:
         return None
     if not next((flag for flag in args if isinstance(flag, bool)), True):  # the first is `training`
         return None
     value = args[1] if "backward" in name else args[0]
-    return Normed(value.numel(), value.element_size())
+    return Normed(value.numel(), value.shape[1], value.element_size())
+
+
+HALF_BYTES = 2
 
 
 def launches(operator: Operator, *, makes_storage: bool) -> bool:
@@ -178,6 +222,29 @@ def read_bytes(
 def moved_bytes(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """Bytes that one call reads and writes in device memory, with nothing left in caches."""
     return sum(read_bytes(operator, inputs, outputs)) + sum(map(occupied_bytes, outputs))
+
+
+def turned_bytes(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
+    """Bytes that a convolution on matrix units reads and writes to lay the channels of a position
+    side by side, and back: its maps, and in a backward both again for each of two gradients.
+
+    By the kernels of a ResNet in 16 bits on an H200 (cuDNN 9): most 1x1 convolutions, which are
+    plain products, and maps that lie so already need none.
+    """
+    name = operator.overloadpacket.__name__
+    if name not in ("convolution", "convolution_backward"):
+        return 0
+    is_backward = name == "convolution_backward"
+    value, weight = args[1:3] if is_backward else args[:2]
+    written = args[0] if is_backward else outputs[0]
+    stride = args[4] if is_backward else args[3]
+    is_plain = set(weight.shape[2:]) == set(stride) == {1}
+    lies_so = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+    if value.element_size() > HALF_BYTES or is_plain or lies_so:
+        return 0
+    gradients = 1 + bool(args[-1][0]) if is_backward else 1
+    maps: int = value.nbytes + written.nbytes
+    return 2 * gradients * maps
 
 
 @functools.cache

@@ -143,6 +143,7 @@ def trace_step(
         trace = TraceMode(
             storages,
             low_precision=low_precision,
+            on_processor=subject.on_processor,
             gradient_bytes={
                 subject.names[key][0]: parameter.nbytes
                 for key, parameter in subject.parameters.items()

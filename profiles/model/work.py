@@ -25,7 +25,7 @@ class ProductKind(StrEnum):
     GROUPED = "grouped"  # tokens by the weights of their experts, one product for each expert
     SCORES = "scores"  # activations by activations: attention written out
     CONVOLUTION = "convolution"  # the implicit product of a convolution, a row for each position
-    ELEMENTWISE = "elementwise"  # no product: a norm of images, m elements read or written
+    ELEMENTWISE = "elementwise"  # no product: a norm of images, m elements of each of n channels
 
 
 class Product(Record):
@@ -39,6 +39,7 @@ class Product(Record):
             result, in 16 bits. A convolution reads each map once, whatever its implicit matrix has.
         needs_input_gradient: else a backward has one product of each.
         fewest: multiplications of the best known way over those of the product.
+        is_wide: operands are in fp32 whatever the plan's precision.
     """
 
     kind: ProductKind = ProductKind.LINEAR
@@ -50,6 +51,7 @@ class Product(Record):
     backward_bytes: Affine | None = None
     needs_input_gradient: bool = True
     fewest: PositiveFloat = 1.0
+    is_wide: bool = False
 
     def forward_flop(self, samples: float) -> float:
         return 2.0 * self.m.at(samples) * self.n * self.k * self.count

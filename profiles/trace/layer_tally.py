@@ -13,12 +13,15 @@ from profiles.model.work import AttentionCall, AttentionKernel, Fusible, Product
 from profiles.trace.chains import add_savings
 from profiles.trace.scopes import (
     Attended,
+    Convolved,
     Grouped,
     LayerCall,
     LayerSegment,
     Normed,
+    Noted,
     Saving,
     Savings,
+    Scored,
     trained_products,
 )
 
@@ -31,6 +34,7 @@ _OF_STRETCH = tuple(
     if field.annotation is Affine and n != "core_bytes"
 )
 _OF_CALLS = ("input_bytes", "output_bytes")
+_FLOAT32_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -40,7 +44,7 @@ class LayerSum:
     layer: LayerCall
     calls: int = 0
     figures: dict[str, int] = dataclasses.field(default_factory=dict)
-    products: tuple[Grouped | Normed, ...] = ()
+    products: tuple[Noted, ...] = ()
     attention: tuple[Attended, ...] = ()
     fusible: Savings = dataclasses.field(default_factory=dict)
 
@@ -91,7 +95,7 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line, samples: int) ->
         )
     pieces, heads = layer.parts
     calls = attention_calls(one.attention, None if two is None else two.attention, samples)
-    products = grouped_products(one.products, None if two is None else two.products, samples)
+    products = noted_products(one.products, None if two is None else two.products, samples)
     return LayerCost(
         **dataclasses.asdict(shape),
         calls=one.calls,
@@ -141,48 +145,94 @@ def attention_calls(
     )
 
 
-def grouped_products(
-    one: Sequence[Grouped | Normed], two: Sequence[Grouped | Normed] | None, samples: int
+def noted_products(
+    one: Sequence[Noted], two: Sequence[Noted] | None, samples: int
 ) -> tuple[Product, ...]:
-    """Products of experts of one sample, which share its rows evenly, and batch norms; none where
-    two runs over `samples` and over twice as many differ in them."""
+    """Work of one sample whose time follows from sizes; none where two runs over `samples` and over
+    twice as many differ in it."""
     if two is not None and [call._replace(rows=2 * call.rows) for call in one] != list(two):
         return ()
-    products = []
-    for call in one:
-        rows = call.rows / samples
-        if isinstance(call, Normed):
-            products.append(_norm(rows, call.element_bytes))
-            continue
-        moved = Affine(
-            fixed=float(call.element_bytes * call.experts * call.n * call.k),
-            per_sample=call.element_bytes * rows * (call.n + call.k),
-        )
-        products.append(
-            Product(
-                kind=ProductKind.GROUPED,
-                m=Affine(per_sample=rows / call.experts),
-                n=call.n,
-                k=call.k,
-                count=call.experts,
-                forward_bytes=moved,
-                backward_bytes=moved * (1.0 + call.needs_input_gradient),
-                needs_input_gradient=call.needs_input_gradient,
-            )
-        )
-    return tuple(products)
+    products = (_noted(call, call.rows / samples, samples) for call in one)
+    return tuple(product for product in products if product is not None)
 
 
-def _norm(elements: float, element_bytes: int) -> Product:
-    """A batch norm of one sample: its input is read twice and the result written; back, gradient
-    and input are read twice and a gradient written. Once of each is what the trace counts."""
+def _noted(call: Noted, rows: float, samples: int) -> Product | None:
+    match call:
+        case Grouped():
+            return _of_experts(call, rows)
+        case Normed():
+            return _norm(call, rows)
+        case Scored():
+            return _scores(call, rows, samples)
+        case Convolved():
+            return _convolution(call, rows)
+
+
+def _of_experts(call: Grouped, rows: float) -> Product:
+    """Experts share the rows evenly."""
+    moved = Affine(
+        fixed=float(call.element_bytes * call.experts * call.n * call.k),
+        per_sample=call.element_bytes * rows * (call.n + call.k),
+    )
+    return Product(
+        kind=ProductKind.GROUPED,
+        m=Affine(per_sample=rows / call.experts),
+        n=call.n,
+        k=call.k,
+        count=call.experts,
+        forward_bytes=moved,
+        backward_bytes=moved * (1.0 + call.needs_input_gradient),
+        needs_input_gradient=call.needs_input_gradient,
+    )
+
+
+def _norm(call: Normed, elements: float) -> Product:
+    """A batch norm: its input is read twice and the result written; back, gradient and input are
+    read twice and a gradient written. Once of each is what the trace counts."""
     return Product(
         kind=ProductKind.ELEMENTWISE,
-        m=Affine(per_sample=(3 + 5) / 2 * elements),
-        n=1,
+        m=Affine(per_sample=elements / call.channels),
+        n=call.channels,
         k=1,
-        forward_bytes=Affine(per_sample=2 * element_bytes * elements),
-        backward_bytes=Affine(per_sample=3 * element_bytes * elements),
+        forward_bytes=Affine(per_sample=2 * call.element_bytes * elements),
+        backward_bytes=Affine(per_sample=3 * call.element_bytes * elements),
+    )
+
+
+def _scores(call: Scored, rows: float, samples: int) -> Product | None:
+    """As many matrices as a sample has; of a batch their rows are more."""
+    count = call.rows // call.height
+    if count % samples:
+        return None
+    factors = call.element_bytes * rows * (call.n + call.k)
+    moved = Affine(per_sample=factors + call.element_bytes * (count / samples) * call.n * call.k)
+    return Product(
+        kind=ProductKind.SCORES,
+        m=Affine(per_sample=float(call.height)),
+        n=call.n,
+        k=call.k,
+        count=count // samples,
+        forward_bytes=moved,
+        backward_bytes=moved * (1.0 + call.needs_input_gradient),
+        needs_input_gradient=call.needs_input_gradient,
+        is_wide=call.element_bytes == _FLOAT32_BYTES,
+    )
+
+
+def _convolution(call: Convolved, rows: float) -> Product:
+    moved = Affine(
+        fixed=float(call.element_bytes * call.groups * call.n * call.k),
+        per_sample=call.element_bytes * rows * (call.inputs_per_row + call.groups * call.n),
+    )
+    return Product(
+        kind=ProductKind.CONVOLUTION,
+        m=Affine(per_sample=rows),
+        n=call.n,
+        k=call.k,
+        count=call.groups,
+        forward_bytes=moved,
+        backward_bytes=moved * (1.0 + call.needs_input_gradient),
+        needs_input_gradient=call.needs_input_gradient,
     )
 
 

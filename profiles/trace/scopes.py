@@ -30,23 +30,49 @@ class Grouped(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """A batch norm of `rows` elements in training: more instructions than bytes bound it."""
+    """A batch norm of `rows` elements in training, a block of threads for each channel."""
 
     rows: int
+    channels: int
     element_bytes: int
+
+
+class Scored(NamedTuple):
+    """Products of activations by activations, of (height, k) by (k, n) each; `rows` of all."""
+
+    rows: int
+    height: int
+    n: int
+    k: int
+    element_bytes: int
+    needs_input_gradient: bool = True
+
+
+class Convolved(NamedTuple):
+    """A convolution by groups of channels: `rows` positions, n outputs and k products of each."""
+
+    rows: int
+    groups: int
+    n: int
+    k: int
+    inputs_per_row: float
+    element_bytes: int
+    needs_input_gradient: bool = True
+
+
+Noted = Grouped | Normed | Scored | Convolved
+"""Work whose time follows from sizes, in the trace's counts."""
 
 
 @dataclass(slots=True)
 class Work:
-    """Work of a scope or segment: see `UnitCost`. `grouped` and `normed` are of what lies outside
-    segments."""
+    """Work of a scope or segment: see `UnitCost`. `noted` is of what lies outside segments."""
 
     flop: int = 0
     moved_bytes: int = 0
     cycles: int = 0
     kernels: int = 0
-    grouped: list[Grouped] = field(default_factory=list)
-    normed: list[Normed] = field(default_factory=list)
+    noted: list[Noted] = field(default_factory=list)
 
     def add(self, *, flop: int, moved_bytes: int, cycles: int = 0, kernels: int = 1) -> None:
         """One operation."""
@@ -79,12 +105,13 @@ class AttentionCalls:
     backward: list[Attended] = field(default_factory=list)
 
     def trained(self) -> tuple[Attended, ...]:
-        """Calls with a forward and a backward."""
-        left = Counter(self.backward)
+        """Calls with a forward and a backward, which does not say whether scores were dropped."""
+        left = Counter(call._replace(dropout=False) for call in self.backward)
         calls = []
         for call in self.forward:
-            if left[call]:
-                left[call] -= 1
+            plain = call._replace(dropout=False)
+            if left[plain]:
+                left[plain] -= 1
                 calls.append(call)
         return tuple(calls)
 
@@ -332,13 +359,24 @@ class LayerCall:
         return self.heads, self.shape.outputs // self.heads
 
 
-def trained_products(forward: Work, backward: Work) -> tuple[Grouped | Normed, ...]:
-    """Grouped products of the forward; weights or rows without a gradient leave one product back
-    of each. Batch norms that gradients passed, after them."""
-    both = len(backward.grouped) >= 2 * len(forward.grouped)
-    grouped = (product._replace(needs_input_gradient=both) for product in forward.grouped)
-    passed = Counter(forward.normed) & Counter(backward.normed)
-    return (*grouped, *(norm for norm in forward.normed if passed[norm]))
+def trained_products(forward: Work, backward: Work) -> tuple[Noted, ...]:
+    """Products of experts and of activations in the forward; factors without a gradient leave one
+    product back of each. Norms and convolutions that gradients passed, after them."""
+    products: list[Noted] = []
+    for kind in (Grouped, Scored):
+        there = [each for each in forward.noted if isinstance(each, kind)]
+        back = sum(isinstance(each, kind) for each in backward.noted)
+        if back or kind is Grouped:
+            both = back >= 2 * len(there)
+            products += [each._replace(needs_input_gradient=both) for each in there]
+    passed = Counter(backward.noted)
+    for each in forward.noted:
+        if isinstance(each, Normed) and passed[each]:
+            products.append(each)
+        elif isinstance(each, Convolved):
+            alone = each._replace(needs_input_gradient=False)
+            products += [kind for kind in (each, alone) if passed[kind]][:1]
+    return tuple(products)
 
 
 _FUSED = (2, 3)

@@ -13,14 +13,13 @@ from profiles.trace.layer_tally import (
     LayerSum,
     attention_calls,
     fusibles,
-    grouped_products,
     layer_cost,
+    noted_products,
 )
 from profiles.trace.scopes import (
     Attended,
-    Grouped,
     LayerSegment,
-    Normed,
+    Noted,
     Saving,
     Savings,
     Scope,
@@ -48,7 +47,7 @@ class Cost:
     forward_transient_bytes: int = 0
     backward_transient_bytes: int = 0
     layers: dict[str, LayerSum] = field(default_factory=dict)
-    products: tuple[Grouped | Normed, ...] = ()
+    products: tuple[Noted, ...] = ()
     attention: tuple[Attended, ...] = ()
     fusible: Savings = field(default_factory=dict)
 
@@ -163,7 +162,7 @@ def _unit_cost(one: Cost, two: Cost | None, samples: int) -> UnitCost:
         layer_cost(layer, two.layers.get(path) if two is not None else None, line, samples)
         for path, layer in one.layers.items()
     ]
-    values["products"] = grouped_products(
+    values["products"] = noted_products(
         one.products, None if two is None else two.products, samples
     )
     values["attention"] = attention_calls(

@@ -32,6 +32,7 @@ class Upkeep:
         operations: of a step tensor by tensor, as on CPUs; a shard of a tensor takes as many.
         loop_bytes: temporaries of such a step.
         new_bytes: all temporaries of such a step that are mapped anew.
+        read_back: operations of tensors stepped by numbers that the host reads, on every device.
         list_bytes: of the step that torch takes on accelerators: foreach where there is one.
     """
 
@@ -43,6 +44,7 @@ class Upkeep:
     loop_bytes: float
     list_bytes: float
     new_bytes: float = 0.0
+    read_back: float = 0.0
 
     def part(self, share: float) -> Upkeep:
         """Of a share of the parameters, where all goes by elements."""
@@ -55,6 +57,7 @@ class Upkeep:
             loop_bytes=share * self.loop_bytes,
             list_bytes=share * self.list_bytes,
             new_bytes=share * self.new_bytes,
+            read_back=self.read_back,
         )
 
 
@@ -183,6 +186,7 @@ def upkeep(optimizer: OptimizerProfile, units: Iterable[UnitProfile], *, shards:
         moved_bytes=sum(count * step.moved_bytes for step, count in steps),
         flop=sum(count * step.flop for step, count in steps),
         operations=operations,
+        read_back=operations if optimizer.law is Law.FACTORED else 0.0,
         loop_bytes=_loop_bytes(steps),
         list_bytes=max(
             _loop_bytes(looped), sum(count * (step.list_bytes or 0.0) for step, count in listed)

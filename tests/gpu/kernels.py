@@ -23,7 +23,7 @@ from advisor.cost.rates import (
     peak_flop_per_s,
     product_efficiency,
 )
-from advisor.cost.work import ProductLoad
+from advisor.cost.work import AttentionLoad, ProductLoad
 from profiles.machine.bench import launch_time
 from profiles.machine.cluster import Device
 from profiles.model.work import AttentionKernel, ProductKind
@@ -66,7 +66,7 @@ _NAMED = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-_KERNELS = {"cuDNN": AttentionKernel.FLASH3}  # else the second generation
+_KERNELS = {"cuDNN": AttentionKernel.FLASH3}  # else the second generation, or torch's choice
 
 
 def bench_cases(*, is_small: bool) -> list[Case]:
@@ -291,17 +291,15 @@ def _attention(name: str, setting: Setting) -> Iterator[Row]:
             forward_s = setting.kernel_seconds(functools.partial(_attended, q, k, v))
             both = functools.partial(_attended_and_back, q, k, v, torch.randn_like(q))
             backward_s = setting.kernel_seconds(both) - forward_s
-        kernel = _KERNELS.get(name, AttentionKernel.FLASH2)
-        for way, seconds, flop in (
-            ("forward", forward_s, forward_flop),
-            ("backward", backward_s, 2.5 * forward_flop),
-        ):
+        of_shape = functools.partial(_attention_load, name, (batch, heads, tokens, width))
+        for forward, seconds in ((True, forward_s), (False, backward_s)):
+            flop = forward_flop if forward else 2.5 * forward_flop
             yield _row(
                 setting,
-                f"{shape}, {way}",
+                f"{shape}, {'forward' if forward else 'backward'}",
                 Unit.FLOP_PER_S,
                 flop / seconds,
-                functools.partial(_attention_rate, kernel, setting.dtype),
+                functools.partial(_attention_rate, of_shape, setting.dtype, forward),
             )
 
 
@@ -313,9 +311,24 @@ def _attended_and_back(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> Non
     torch.autograd.grad(_attended(q, k, v), (q, k, v), gradient)
 
 
-def _attention_rate(kernel: AttentionKernel, dtype: torch.dtype, device: Device) -> float:
-    peak = peak_flop_per_s(device, str(dtype).removeprefix("torch.")).value
-    return peak * CALIBRATION.attention_share(device, kernel)
+def _attention_load(name: str, shape: tuple[int, int, int, int], device: Device) -> AttentionLoad:
+    batch, heads, tokens, width = shape
+    kernel = _KERNELS.get(name, AttentionKernel.FLASH2)
+    if name == "as torch chooses" and device.is_hopper_or_later:
+        kernel = AttentionKernel.FLASH3
+    flop = 2 * 2.0 * batch * heads * tokens**2 * width / 2
+    return AttentionLoad(
+        kernel, width, flop, 2.5 * flop, queries=tokens, keys=tokens, is_causal=True
+    )
+
+
+def _attention_rate(
+    of_shape: Callable[[Device], AttentionLoad], dtype: torch.dtype, forward: bool, device: Device
+) -> float:
+    call = of_shape(device)
+    rates = DeviceRates.of(device, str(dtype).removeprefix("torch."), TORCH, CALIBRATION)
+    flop = call.forward_flop if forward else call.backward_flop
+    return flop / rates.attention_s(call, forward=forward)
 
 
 def _elementwise(setting: Setting) -> Iterator[Row]:

@@ -72,19 +72,25 @@ def predicted(
     if kind == "fused":
         stack = FUSED
 
+    workload = workload_of(plan, profile, name)
+
     def on(cluster: ClusterProfile) -> Estimate:
-        assert plan.global_batch_size is not None
-        workload = Workload(
-            global_batch_size=plan.global_batch_size,
-            tokens_per_sample=profile.tokens_per_sample,
-            optimizer=PROFILES[name],
-            precision=plan.precision.value,
-        )
         facts = Facts(model=profile, cluster=cluster, workload=workload, stack=stack)
         return estimate(plan, facts)
 
     sheet, bench = machines
     return Predicted(on(sheet), None if bench is None else on(bench))
+
+
+def workload_of(plan: Plan, profile: ModelProfile, optimizer: str) -> Workload:
+    """The workload whose plan this is."""
+    assert plan.global_batch_size is not None
+    return Workload(
+        global_batch_size=plan.global_batch_size,
+        tokens_per_sample=profile.tokens_per_sample,
+        optimizer=PROFILES[optimizer],
+        precision=plan.precision.value,
+    )
 
 
 def allocated(estimate: Estimate) -> float:

@@ -15,7 +15,17 @@ from profiles.machine.bench import bench
 from profiles.machine.cluster import ClusterProfile
 from profiles.timing.stopwatch import processor_name
 from profiles.torch_compat import forget_groups
-from tests.gpu import branches, curve, exactness, gains, kernels, one_rank, ranks, training
+from tests.gpu import (
+    branches,
+    curve,
+    exactness,
+    gains,
+    kernels,
+    one_rank,
+    ranks,
+    step_kernels,
+    training,
+)
 from tests.gpu.case import Case
 from tests.gpu.results import CaseResult, Outcome, Results, Row
 from tests.gpu.setting import LeftOutError, Setting, setting_here
@@ -63,7 +73,10 @@ def cases_of(part: str, *, is_small: bool) -> list[Case]:
         case "e":
             return gains.cases(is_small=is_small)
         case "f":
-            return kernels.curve_cases(is_small=is_small)
+            return [
+                *kernels.curve_cases(is_small=is_small),
+                *step_kernels.cases(is_small=is_small),
+            ]
     raise ValueError(part)
 
 

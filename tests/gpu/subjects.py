@@ -123,47 +123,47 @@ def gpt_of(
     return Subject(lambda: gpt.GPT(config), _pairs(length, vocabulary), rows, gpt.loss)
 
 
-def _draw(seed: int) -> torch.Generator:
+def draw(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _ids(rows: int, length: int, vocabulary: int) -> torch.Tensor:
-    return torch.randint(3, vocabulary, (rows, length), generator=_draw(rows))
+def ids(rows: int, length: int, vocabulary: int) -> torch.Tensor:
+    return torch.randint(3, vocabulary, (rows, length), generator=draw(rows))
 
 
 def _pairs(length: int, vocabulary: int) -> BatchMaker:
     """Ids and the ids that come next."""
 
     def batch(rows: int) -> Batch:
-        ids = _ids(rows, length + 1, vocabulary)
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        tokens = ids(rows, length + 1, vocabulary)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     return batch
 
 
-def _labelled(length: int, vocabulary: int) -> BatchMaker:
+def labelled(length: int, vocabulary: int) -> BatchMaker:
     def batch(rows: int) -> Batch:
-        ids = _ids(rows, length, vocabulary)
-        return {"input_ids": ids, "labels": ids}
+        tokens = ids(rows, length, vocabulary)
+        return {"input_ids": tokens, "labels": tokens}
 
     return batch
 
 
-def _images(pixels: int, *, named: bool = False) -> BatchMaker:
+def images(pixels: int, *, named: bool = False) -> BatchMaker:
     def batch(rows: int) -> Batch:
-        images = torch.randn(rows, 3, pixels, pixels, generator=_draw(rows))
-        labels = torch.randint(CLASSES, (rows,), generator=_draw(rows))
-        return {"pixel_values": images, "labels": labels} if named else (images, labels)
+        pictures = torch.randn(rows, 3, pixels, pixels, generator=draw(rows))
+        labels = torch.randint(CLASSES, (rows,), generator=draw(rows))
+        return {"pixel_values": pictures, "labels": labels} if named else (pictures, labels)
 
     return batch
 
 
 def _speech(rows: int) -> Batch:
-    features = torch.randn(rows, 80, 3000, generator=_draw(rows))
-    return {"input_features": features, "labels": _ids(rows, 256, 50_000)}
+    features = torch.randn(rows, 80, 3000, generator=draw(rows))
+    return {"input_features": features, "labels": ids(rows, 256, 50_000)}
 
 
-def _of(
+def of_transformers(
     kind: str, batch: BatchMaker, rows: int, *, parts: dict[str, dict[str, Any]] | None = None,
     **settings: Any,
 ) -> Subject:  # fmt: skip
@@ -213,101 +213,101 @@ class WideMlp(nn.Module):
 
 
 def _clicks(rows: int) -> Batch:
-    ids = torch.randint(400_000, (rows, 26), generator=_draw(rows))
-    return ids, torch.rand(rows, generator=_draw(rows))
+    ids = torch.randint(400_000, (rows, 26), generator=draw(rows))
+    return ids, torch.rand(rows, generator=draw(rows))
 
 
 def _vectors(rows: int) -> Batch:
-    labels = torch.randint(CLASSES, (rows,), generator=_draw(rows))
-    return torch.randn(rows, 4096, generator=_draw(rows)), labels
+    labels = torch.randint(CLASSES, (rows,), generator=draw(rows))
+    return torch.randn(rows, 4096, generator=draw(rows)), labels
 
 
-_DECODER = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+DECODER = {"bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
 SUBJECTS: dict[str, Subject] = {
     "gpt-1.3b": gpt_of(layers=24, heads=16, width=2048, length=2048),
-    "Llama 3.2 1B": _of(
-        "LlamaForCausalLM", _labelled(2048, 128_000), 4, vocab_size=128_256, hidden_size=2048,
+    "Llama 3.2 1B": of_transformers(
+        "LlamaForCausalLM", labelled(2048, 128_000), 4, vocab_size=128_256, hidden_size=2048,
         num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-        intermediate_size=8192, max_position_embeddings=8192, tie_word_embeddings=True, **_DECODER,
+        intermediate_size=8192, max_position_embeddings=8192, tie_word_embeddings=True, **DECODER,
     ),
-    "ResNet-50": Subject(lambda: ResNet(50), _images(224), 256, F.cross_entropy),
-    "ViT-L/16": _of(
-        "ViTForImageClassification", _images(224, named=True), 64, hidden_size=1024,
+    "ResNet-50": Subject(lambda: ResNet(50), images(224), 256, F.cross_entropy),
+    "ViT-L/16": of_transformers(
+        "ViTForImageClassification", images(224, named=True), 64, hidden_size=1024,
         num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, num_labels=CLASSES,
     ),
-    "Mixture of 8 experts": _of(
-        "MixtralForCausalLM", _labelled(2048, 32_000), 4, vocab_size=32_000, hidden_size=1024,
+    "Mixture of 8 experts": of_transformers(
+        "MixtralForCausalLM", labelled(2048, 32_000), 4, vocab_size=32_000, hidden_size=1024,
         num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=8,
-        intermediate_size=3584, num_local_experts=8, num_experts_per_tok=2, **_DECODER,
+        intermediate_size=3584, num_local_experts=8, num_experts_per_tok=2, **DECODER,
     ),
     "gpt-125m": gpt_of(layers=12, heads=12, width=768, length=1024),
-    "T5 large": _of(
-        "T5ForConditionalGeneration", _labelled(512, 32_000), 16, vocab_size=32_128, d_model=1024,
+    "T5 large": of_transformers(
+        "T5ForConditionalGeneration", labelled(512, 32_000), 16, vocab_size=32_128, d_model=1024,
         d_kv=64, d_ff=4096, num_layers=24, num_heads=16, decoder_start_token_id=0, pad_token_id=0,
     ),
     "gpt-2.7b": gpt_of(layers=32, heads=32, width=2560, length=2048),
     "recommender": Subject(
         Recommender, _clicks, 16_384, F.binary_cross_entropy_with_logits
     ),
-    "BERT large": _of(
-        "BertForMaskedLM", _labelled(512, 30_000), 32, vocab_size=30_522, hidden_size=1024,
+    "BERT large": of_transformers(
+        "BertForMaskedLM", labelled(512, 30_000), 32, vocab_size=30_522, hidden_size=1024,
         num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
     ),
     "one huge layer": Subject(WideMlp, _vectors, 4096, F.cross_entropy),
-    "Qwen 3 0.6B": _of(
-        "Qwen3ForCausalLM", _labelled(2048, 150_000), 4, vocab_size=151_936, hidden_size=1024,
+    "Qwen 3 0.6B": of_transformers(
+        "Qwen3ForCausalLM", labelled(2048, 150_000), 4, vocab_size=151_936, hidden_size=1024,
         num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-        intermediate_size=3072, tie_word_embeddings=True, **_DECODER,
+        intermediate_size=3072, tie_word_embeddings=True, **DECODER,
     ),
     "gpt-50m": gpt_of(layers=8, heads=8, width=512, length=1024),
-    "GPT-2 XL": _of(
-        "GPT2LMHeadModel", _labelled(1024, 50_000), 4, vocab_size=50_257, n_embd=1600, n_layer=48,
-        n_head=25, n_positions=1024, **_DECODER,
+    "GPT-2 XL": of_transformers(
+        "GPT2LMHeadModel", labelled(1024, 50_000), 4, vocab_size=50_257, n_embd=1600, n_layer=48,
+        n_head=25, n_positions=1024, **DECODER,
     ),
-    "Gemma 2 2B": _of(
-        "Gemma2ForCausalLM", _labelled(2048, 250_000), 2, vocab_size=256_000, hidden_size=2304,
+    "Gemma 2 2B": of_transformers(
+        "Gemma2ForCausalLM", labelled(2048, 250_000), 2, vocab_size=256_000, hidden_size=2304,
         num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
-        intermediate_size=9216, **_DECODER,
+        intermediate_size=9216, **DECODER,
     ),
-    "Whisper medium": _of(
+    "Whisper medium": of_transformers(
         "WhisperForConditionalGeneration", _speech, 8, d_model=1024, encoder_layers=24,
         decoder_layers=24, encoder_attention_heads=16, decoder_attention_heads=16,
         encoder_ffn_dim=4096, decoder_ffn_dim=4096,
     ),
-    "ConvNeXt large": _of(
-        "ConvNextForImageClassification", _images(224, named=True), 64, depths=[3, 3, 27, 3],
+    "ConvNeXt large": of_transformers(
+        "ConvNextForImageClassification", images(224, named=True), 64, depths=[3, 3, 27, 3],
         hidden_sizes=[192, 384, 768, 1536], num_labels=CLASSES,
     ),
-    "OPT 1.3B": _of(
-        "OPTForCausalLM", _labelled(2048, 50_000), 4, vocab_size=50_272, hidden_size=2048,
+    "OPT 1.3B": of_transformers(
+        "OPTForCausalLM", labelled(2048, 50_000), 4, vocab_size=50_272, hidden_size=2048,
         num_hidden_layers=24, num_attention_heads=32, ffn_dim=8192, word_embed_proj_dim=2048,
-        max_position_embeddings=2048, **_DECODER,
+        max_position_embeddings=2048, **DECODER,
     ),
-    "ResNet-152": Subject(lambda: ResNet(152), _images(224), 128, F.cross_entropy),
+    "ResNet-152": Subject(lambda: ResNet(152), images(224), 128, F.cross_entropy),
     "gpt-350m": gpt_of(layers=24, heads=16, width=1024, length=1024),
-    "GPT-NeoX 1.4B": _of(
-        "GPTNeoXForCausalLM", _labelled(2048, 50_000), 4, vocab_size=50_304, hidden_size=2048,
+    "GPT-NeoX 1.4B": of_transformers(
+        "GPTNeoXForCausalLM", labelled(2048, 50_000), 4, vocab_size=50_304, hidden_size=2048,
         num_hidden_layers=24, num_attention_heads=16, intermediate_size=8192,
-        max_position_embeddings=2048, **_DECODER,
+        max_position_embeddings=2048, **DECODER,
     ),
-    "BART large": _of(
-        "BartForConditionalGeneration", _labelled(512, 50_000), 16, vocab_size=50_265, d_model=1024,
+    "BART large": of_transformers(
+        "BartForConditionalGeneration", labelled(512, 50_000), 16, vocab_size=50_265, d_model=1024,
         encoder_layers=12, decoder_layers=12, encoder_attention_heads=16,
         decoder_attention_heads=16, encoder_ffn_dim=4096, decoder_ffn_dim=4096,
     ),
-    "Phi 1.5": _of(
-        "PhiForCausalLM", _labelled(2048, 50_000), 4, vocab_size=51_200, hidden_size=2048,
+    "Phi 1.5": of_transformers(
+        "PhiForCausalLM", labelled(2048, 50_000), 4, vocab_size=51_200, hidden_size=2048,
         num_hidden_layers=24, num_attention_heads=32, intermediate_size=8192,
-        max_position_embeddings=2048, **_DECODER,
+        max_position_embeddings=2048, **DECODER,
     ),
-    "Swin base": _of(
-        "SwinForImageClassification", _images(224, named=True), 64, embed_dim=128,
+    "Swin base": of_transformers(
+        "SwinForImageClassification", images(224, named=True), 64, embed_dim=128,
         depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], num_labels=CLASSES,
     ),
-    "Mistral, 16 layers": _of(
-        "MistralForCausalLM", _labelled(4096, 32_000), 2, vocab_size=32_000, hidden_size=2560,
+    "Mistral, 16 layers": of_transformers(
+        "MistralForCausalLM", labelled(4096, 32_000), 2, vocab_size=32_000, hidden_size=2560,
         num_hidden_layers=16, num_attention_heads=20, num_key_value_heads=4,
-        intermediate_size=6912, max_position_embeddings=8192, sliding_window=None, **_DECODER,
+        intermediate_size=6912, max_position_embeddings=8192, sliding_window=None, **DECODER,
     ),
 }  # fmt: skip
 """Most telling first: of every kind one, then further sizes."""

@@ -33,6 +33,7 @@ from tests.gpu.predict import (
 from tests.gpu.results import Row, Unit
 from tests.gpu.setting import WARM_UP, DeviceMemory, LeftOutError, Setting
 from tests.gpu.subjects import SMALL, SUBJECTS, Subject, captured, fill, filled_in_place
+from tests.gpu.unseen import UNSEEN
 
 STEPS, STEPS_S = 8, 4.0  # at most; two in any case
 
@@ -63,6 +64,8 @@ VARIANTS = (
     Variant("precision=bf16", "adafactor", 0.25),
     Variant("recompute=full", "adamw", 0.5),
 )
+UNSEEN_VARIANT = VARIANTS[0]
+EVERY = SUBJECTS | UNSEEN
 SMALL_VARIANTS = (Variant("accumulation=2"),)
 
 
@@ -79,10 +82,11 @@ class Step:
 def cases(*, is_small: bool) -> list[Case]:
     subjects = SMALL if is_small else SUBJECTS
     variants = SMALL_VARIANTS if is_small else VARIANTS
+    every = [(name, variant) for variant in variants for name in subjects]
+    every += [] if is_small else [(name, UNSEEN_VARIANT) for name in UNSEEN]
     return [
         Case(f"{name}: {variant}", functools.partial(_run, name, variant), is_small=is_small)
-        for variant in variants
-        for name in subjects
+        for name, variant in every
     ]
 
 
@@ -91,12 +95,12 @@ def predicted_again(setting: Setting) -> dict[str, Callable[[], Predicted]]:
     return {
         f"{name}: {variant}": functools.partial(predictions, setting, subject, name, variant)
         for variant in VARIANTS
-        for name, subject in SUBJECTS.items()
+        for name, subject in EVERY.items()
     }
 
 
 def _run(name: str, variant: Variant, setting: Setting) -> Iterator[Row]:
-    subject = (SMALL if setting.is_small else SUBJECTS)[name]
+    subject = (SMALL if setting.is_small else EVERY)[name]
     yield from step_rows(setting, subject, name, variant)
 
 
@@ -118,27 +122,50 @@ def step_rows(setting: Setting, subject: Subject, name: str, variant: Variant) -
 def predictions(setting: Setting, subject: Subject, name: str, variant: Variant) -> Predicted:
     """Estimates of a step under a variant."""
     profile = captured(subject, name, on_processor=not setting.is_cuda)
-    plan = _plan(setting, subject, variant)
+    plan = plan_of(setting, subject, variant)
     return predicted(plan, profile, setting.machines(), optimizer=variant.optimizer)
 
 
-def _plan(setting: Setting, subject: Subject, variant: Variant) -> Plan:
+def plan_of(setting: Setting, subject: Subject, variant: Variant) -> Plan:
     rows = 2 if setting.is_small else max(1, int(subject.rows * variant.share))
     return Plan.parse(f"{variant.settings} microbatch_size={rows}".strip())
 
 
 def measured(setting: Setting, subject: Subject, name: str, variant: Variant) -> Step:
     """The steps of a model under a variant."""
-    subject.require()
-    profile = captured(subject, name, on_processor=not setting.is_cuda)
-    plan, module = _plan(setting, subject, variant), subject.module()
+    plan = plan_of(setting, subject, variant)
     setting.release()
     memory = DeviceMemory(setting)
     before = memory.now()
-    with memory.watched(), filled_in_place():
+    with memory.watched():
+        parallel = built(setting, subject, name, variant, plan)
+        assert plan.microbatch_size is not None
+        batch = there(subject.batch(plan.microbatch_size * plan.forwards), setting)
+        for _ in range(1 if setting.is_small else WARM_UP):
+            parallel.train_step(batch)
+    with memory.watched():
+        parallel.train_step(batch)
+    seconds = timed_steps(setting, parallel, batch)
+    step = Step(seconds, memory.peak(), memory.reserved_peak(), before)
+    del parallel
+    setting.release()
+    return step
+
+
+def built(
+    setting: Setting, subject: Subject, name: str, variant: Variant, plan: Plan
+) -> ParallelModel:
+    """The model under the plan, its weights filled where they lie.
+
+    Raises:
+        LeftOutError: the plan is refused, or a package is not installed.
+    """
+    subject.require()
+    profile = captured(subject, name, on_processor=not setting.is_cuda)
+    with filled_in_place():
         try:
-            parallel = apply_plan(
-                module,
+            return apply_plan(
+                subject.module(),
                 plan,
                 profile=profile,
                 cluster=setting.sheet,
@@ -149,17 +176,6 @@ def measured(setting: Setting, subject: Subject, name: str, variant: Variant) ->
             )
         except PlanError as error:
             raise LeftOutError(f"refused: {error.what}") from error
-        assert plan.microbatch_size is not None
-        batch = there(subject.batch(plan.microbatch_size * plan.forwards), setting)
-        for _ in range(1 if setting.is_small else WARM_UP):
-            parallel.train_step(batch)
-    with memory.watched():
-        parallel.train_step(batch)
-    seconds = timed_steps(setting, parallel, batch)
-    step = Step(seconds, memory.peak(), memory.reserved_peak(), before)
-    del parallel, module
-    setting.release()
-    return step
 
 
 def there(batch: Batch, setting: Setting) -> Batch:

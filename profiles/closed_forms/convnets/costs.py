@@ -129,8 +129,8 @@ def _product(layer: ConvnetLayer, e: int) -> Product:
         "backward_bytes": Affine(fixed=2 * fixed, per_sample=e * back),
     }
     if layer.kind is ConvnetOp.NORM:
-        elements = Affine(per_sample=(there + back) / 2)
-        return Product(kind=ProductKind.ELEMENTWISE, m=elements, n=1, k=1, **moved)
+        elements = Affine(per_sample=layer.inputs / layer.columns)
+        return Product(kind=ProductKind.ELEMENTWISE, m=elements, n=layer.columns, k=1, **moved)
     return Product(
         kind=ProductKind.CONVOLUTION if layer.kind is ConvnetOp.CONVOLUTION else ProductKind.LINEAR,
         m=Affine(per_sample=layer.rows),

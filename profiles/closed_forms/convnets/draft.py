@@ -147,7 +147,9 @@ class ConvnetBuilder:
         self._keep(x)
         out = self._map(x.channels, x.height, x.width)
         parameters = 2 * x.channels if affine else 0
-        self._add(ConvnetLayer(ConvnetOp.NORM, x.elements, out.elements, parameters))
+        self._add(
+            ConvnetLayer(ConvnetOp.NORM, x.elements, out.elements, parameters, columns=x.channels)
+        )
         return out
 
     def relu(self, x: Map, *, in_place: bool = True) -> Map:

@@ -33,6 +33,7 @@ class ConvnetLayer:
         rows, depth, columns: the product as matrices, (rows, depth) x (depth, columns), for each of
             `groups`: a convolution has a row for each position that it writes. 0 where there is
             none.
+            Columns of a norm are its channels.
         reads_image: its input needs no gradient.
         is_winograd: 3x3 at stride 1, for which there is a way with fewer multiplications.
     """

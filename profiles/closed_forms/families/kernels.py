@@ -17,8 +17,9 @@ from profiles.closed_forms.families.operations import (
     transpose,
     widened,
 )
-from profiles.closed_forms.families.tape import Array, Gradient
+from profiles.closed_forms.families.tape import Array, Gradient, Tape
 from profiles.model.profile import Numerics
+from profiles.trace.scopes import Scored
 
 
 def layer_norm(x: Array, weight: Array, bias: Array) -> Array:
@@ -107,14 +108,25 @@ def bmm(a: Array, b: Array) -> Array:
     saved_a = tape.save(a) if b.needs_gradient else None
     out = tape.empty((*a_shape[:2], b_shape[2]), dtype)
     tape.launch([a, b], [out], flop=flop, is_kept=True, fusing=ATTENTION)
+    batch, rows, k = a_shape
+    _note_scores(tape, batch, rows, b_shape[2], k, dtype)
 
     def backward(g: Array) -> list[Gradient]:
         for_b = saved_a and saved_a.tape.run([saved_a, g], b_shape, dtype, flop=flop)
+        if for_b:
+            _note_scores(tape, batch, k, b_shape[2], rows, dtype)
         for_a = saved_b and g.tape.run([g, saved_b], a_shape, dtype, flop=flop)
+        if for_a:
+            _note_scores(tape, batch, rows, k, b_shape[2], dtype)
         return [for_a, for_b]
 
     tape.record([out], [a, b], backward)
     return out
+
+
+def _note_scores(tape: Tape, batch: int, height: int, n: int, k: int, dtype: DType) -> None:
+    if not tape.on_processor:
+        tape.noted(Scored(batch * height, height, n, k, dtype.size_bytes))
 
 
 def batched(a: Array, b: Array) -> Array:
@@ -151,12 +163,14 @@ def patches(images: Array, weight: Array, bias: Array) -> Array:
     shape = (images.shape[0], width, images.shape[2] // height, images.shape[3] // side)
     flop = 2 * math.prod(shape) * math.prod(weight.shape[1:])
     out = tape.empty(shape, images.dtype)
-    tape.launch([images, weight, bias], [out], flop=flop, is_kept=True)
+    is_turned = not tape.on_processor and images.dtype.size_bytes == 2
+    turned = 2 * (images.size_bytes + out.size_bytes) * is_turned
+    tape.launch([images, weight, bias], [out], flop=flop, is_kept=True, turned=turned)
     bias_shape, dtype = bias.shape, bias.dtype
 
     def backward(g: Array) -> list[Gradient]:
         for_weight, for_bias = tape.empty(weight_shape, dtype), tape.empty(bias_shape, dtype)
-        tape.launch([g, *saved], [for_weight, for_bias], flop=flop)
+        tape.launch([g, *saved], [for_weight, for_bias], flop=flop, turned=turned)
         return [for_weight, for_bias]
 
     weight_shape = weight.shape

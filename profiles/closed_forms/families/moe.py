@@ -169,15 +169,15 @@ def _grouped(rows: Array, weight: Array, ends: Array) -> Array:
     out = tape.empty((rows.shape[0], wide), dtype)
     tape.launch([rows, weight, ends], [out], flop=flop, is_kept=True)
     product = Grouped(rows.shape[0], weight.shape[0], wide, narrow, dtype.size_bytes)
-    tape.multiplied(product)
+    tape.noted(product)
 
     def backward(g: Array) -> list[Gradient]:
         for_weight = tape.empty(saved_weight.shape, dtype)
         tape.launch([saved_rows, g, ends], [for_weight], flop=flop)
-        tape.multiplied(product)
+        tape.noted(product)
         for_rows = tape.empty(saved_rows.shape, dtype)
         tape.launch([g, saved_weight, ends], [for_rows], flop=flop)
-        tape.multiplied(product)
+        tape.noted(product)
         return [for_rows, for_weight]
 
     tape.record([out], [rows, weight], backward)

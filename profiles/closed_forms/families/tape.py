@@ -20,7 +20,7 @@ from profiles.closed_forms.families.memory import DType, Made, Storage
 from profiles.model.profile import GLUE, Numerics
 from profiles.model.work import FusibleKind
 from profiles.trace.chains import Chains, Fusing, kind_of_module
-from profiles.trace.scopes import Attended, Chain, Features, Grouped, Scope
+from profiles.trace.scopes import Attended, Chain, Features, Noted, Scope
 from profiles.trace.timeline import Timeline
 
 
@@ -199,6 +199,7 @@ class Tape:
         flop: int = 0,
         gathers: bool = False,
         is_kept: bool = False,
+        turned: int = 0,
         fusing: Fusing = POINTWISE,
     ) -> None:
         """One kernel: reads its inputs, writes its outputs.
@@ -207,13 +208,14 @@ class Tape:
             flop: of a product, which is a kernel of its own.
             gathers: of the first input only the rows that are asked for are read.
             is_kept: an operation whose outputs selective recompute keeps.
+            turned: bytes moved besides, see `profiles.capture.operators.turned_bytes`.
         """
         self._go_on()
         read = [array.occupied_bytes for array in inputs]
         written = [array.occupied_bytes for array in outputs]
         if gathers:
             read[0] = min(read[0], sum(written))
-        moved = sum(read) + sum(written)
+        moved = sum(read) + sum(written) + turned
         chain = self._doing
         part = chain.part
         fusing = fusing._replace(is_fusible=fusing.is_fusible and not flop)
@@ -245,10 +247,10 @@ class Tape:
         calls = (self._doing.part or self.scope).attention
         (calls.backward if self._in_backward else calls.forward).append(call)
 
-    def multiplied(self, product: Grouped) -> None:
-        """The kernel that was launched is a grouped product, or a gradient of one."""
+    def noted(self, work: Noted) -> None:
+        """The kernel that was launched is such work, or a gradient of it."""
         here = self._doing.part or self.scope
-        (here.backward if self._in_backward else here.forward).grouped.append(product)
+        (here.backward if self._in_backward else here.forward).noted.append(work)
 
     def record(self, outputs: Sequence[Array], inputs: Sequence[Array], backward: Backward) -> None:
         """Put an operation into the graph, if a gradient can pass it."""

@@ -133,7 +133,7 @@ def test_memory_as_objective_takes_the_smallest_plan(seven_billion: Decision) ->
 def test_offload_is_chosen_only_when_nothing_else_fits() -> None:
     roomy = choose(facts(MIDDLE, gpus(1, 1), batch=8))
     assert roomy.plan.offload is Offload.NONE
-    tight = choose(facts(MIDDLE, gpus(1, 1, memory_gib=10), batch=8))
+    tight = choose(facts(MIDDLE, gpus(1, 1, memory_gib=9), batch=8))
     assert tight.plan.offload is Offload.STATES
     assert tight.rejected["fits-device"] > 0
 

@@ -38,7 +38,7 @@ def setup(row: TableRow) -> Setup:
 
 @cache
 def two_devices(split: int, *, stages: int = 2) -> float:
-    """Seconds of a step of 120 images, `split` at a time."""
+    """Seconds of a step of 120 images, `split` at a time, cut where the tutorial cuts."""
     row = TableRow(
         row_id="tutorial",
         source="pytorch",
@@ -55,7 +55,12 @@ def two_devices(split: int, *, stages: int = 2) -> float:
         microbatch=split,
         global_batch=120,
     )
-    return case_of(setup(row)).estimate().step_s
+    case = case_of(setup(row))
+    if stages == 1:
+        return case.estimate().step_s
+    words = str(case.plan).split()
+    cut = ["stages=layer3.0" if word.startswith("stages=") else word for word in words]
+    return replace(case, plan=Plan.parse(" ".join(cut))).estimate().step_s
 
 
 def test_naive_stages_on_two_devices_are_about_seven_percent_slower_than_one() -> None:

@@ -106,7 +106,7 @@ def test_the_disk_is_tried_last_and_chosen_where_nothing_else_fits() -> None:
 
 def test_sharded_states_on_disk_are_read_and_written_at_every_use() -> None:
     """ZeRO-1, eight microbatches: parameters are gathered once, gradients reduced once."""
-    decision = choose(alone(10, host_gib=4, disk=True))
+    decision = choose(alone(9, host_gib=4, disk=True))
     assert decision.plan.data_parallel == "zero1"
     assert decision.plan.offload is Offload.STATES
     size = 4 * MIDDLE.parameters

@@ -32,7 +32,7 @@ def decisions() -> dict[str, Decision]:
         "middle_slow_network": choose(
             facts(MIDDLE, gpus(2, 4, memory_gib=18, inter_bytes_per_s=4e9), batch=64)
         ),
-        "offload_1": choose(facts(MIDDLE, gpus(1, 1, memory_gib=10), batch=8)),
+        "offload_1": choose(facts(MIDDLE, gpus(1, 1, memory_gib=9), batch=8)),
         "chain_cpu": choose(
             facts(unused, cpus(2), batch=8, precision="fp32"),
             partial=PartialPlan(microbatch_size=1),

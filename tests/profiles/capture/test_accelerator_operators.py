@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from profiles.capture.capture import capture
 from profiles.model.profile import ModelProfile, Numerics
+from profiles.model.work import AttentionCall, Product, ProductKind
 
 HEADS, TOKENS, WIDTH = 2, 64, 16
 
@@ -182,3 +183,88 @@ def test_dropout_keeps_a_mask_of_bytes_in_place_of_numbers(
         for on_processor in (False, True)
     )
     assert activation_bytes(here) - activation_bytes(there) == 3 * WIDTH
+
+
+def attention_calls(profile: ModelProfile) -> list[AttentionCall]:
+    return [call for unit in profile.units for cost in unit.costs.values() for call in cost.calls()]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_calls_of_attention_say_whether_scores_are_dropped(dropout: float) -> None:
+    calls = attention_calls(profile(Attention(dropout), on_processor=False))
+    assert calls
+    assert all(call.dropout == bool(dropout) for call in calls)
+
+
+def products(profile: ModelProfile, kind: ProductKind, numerics: Numerics) -> list[Product]:
+    noted = []
+    for unit in profile.units:
+        cost = unit.cost(numerics)
+        noted += [p for p in cost.products if p.kind is kind]
+        noted += [p for layer in cost.layers for p in layer.after.products if p.kind is kind]
+    return noted
+
+
+def test_attention_written_out_multiplies_in_fp32_on_accelerators_only() -> None:
+    """Scores and values of each head, by fp32 under autocast: a trained bias that is not dense."""
+
+    class Permuted(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+            assert self.bias is not None
+            y = F.scaled_dot_product_attention(q, k, v, self.bias.transpose(-1, -2), self.dropout)
+            out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+            return out
+
+    def made(*, on_processor: bool) -> list[Product]:
+        captured = capture(
+            Permuted(0.1, bias=True).train(),
+            torch.ones(2, TOKENS, WIDTH),
+            numerics=(Numerics.BF16_AUTOCAST,),
+            on_processor=on_processor,
+        )
+        return products(captured, ProductKind.SCORES, Numerics.BF16_AUTOCAST)
+
+    written = made(on_processor=False)
+    assert len(written) == 2
+    for product in written:
+        assert product.is_wide
+        assert product.needs_input_gradient
+        assert product.forward_flop(3) == 3 * 2 * HEADS * TOKENS**2 * WIDTH / HEADS
+    assert not made(on_processor=True)
+
+
+def test_a_depthwise_convolution_is_a_product_of_each_channel() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.Flatten(), nn.LazyLinear(1))
+    model(torch.ones(1, 4, 8, 8))
+    captured = capture(model, torch.ones(2, 4, 8, 8), on_processor=False)
+    (product,) = products(captured, ProductKind.CONVOLUTION, Numerics.AS_BUILT)
+    assert (product.count, product.n, product.k) == (4, 1, 9)
+    assert product.m.at(3) == 3 * 8 * 8
+    assert not product.needs_input_gradient
+    assert product.forward_bytes is not None
+    assert product.forward_bytes.at(1) == 4 * (2 * 4 * 8 * 8 + 4 * 9)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "channels_last", "turned"), [(3, False, True), (1, False, False), (3, True, False)]
+)
+def test_maps_in_16_bits_are_turned_around_convolutions_on_accelerators(
+    kernel: int, channels_last: bool, turned: bool
+) -> None:
+    """Input and output of 4 x 8 x 8, each read and written once more."""
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, kernel, padding=kernel // 2), nn.Conv2d(4, 1, 1)
+    )
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    images = torch.ones(2, 4, 8, 8).to(memory_format=layout)
+
+    def moved(*, on_processor: bool) -> float:
+        captured = capture(
+            model, images, numerics=(Numerics.BF16_AUTOCAST,), on_processor=on_processor
+        )
+        costs = [unit.cost(Numerics.BF16_AUTOCAST) for unit in captured.units]
+        return sum(cost.forward_moved_bytes.at(1) for cost in costs)
+
+    added = moved(on_processor=False) - moved(on_processor=True)
+    assert added == (2 * 2 * (4 + 4) * 8 * 8 if turned else 0)

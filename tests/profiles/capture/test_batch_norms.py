@@ -22,9 +22,9 @@ def norms(model: nn.Module) -> list[Product]:
     return [p for p in products if p.kind is ProductKind.ELEMENTWISE]
 
 
-def test_a_norm_of_a_convolution_is_noted_with_its_passes() -> None:
+def test_a_norm_of_a_convolution_is_noted_with_its_channels() -> None:
     (norm,) = norms(nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS)))
-    assert norm.m.at(1) == 4 * ELEMENTS  # 3 passes there and 5 back: once, and twice as many
+    assert (norm.m.at(1), norm.n) == (ELEMENTS / CHANNELS, CHANNELS)
     assert norm.forward_bytes is not None
     assert norm.forward_bytes.at(1) == 2 * 4 * ELEMENTS
     assert norm.backward_bytes is not None

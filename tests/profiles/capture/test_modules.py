@@ -72,6 +72,17 @@ def test_elements_without_children_or_of_one_kind_only_are_units_but_not_blocks(
     assert names(model) == ["stem.0", "stem.1", "stem.2"]
 
 
+def test_lists_of_plain_layers_inside_blocks_do_not_make_stages_of_them() -> None:
+    def block(width: int) -> nn.Module:
+        normed = (nn.Sequential(nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)) for _ in "ab")
+        block = Block(width)
+        block.inner = nn.Sequential(*normed)
+        return block
+
+    model = Model(layers=nn.Sequential(block(2), block(4), block(4)))
+    assert names(model) == ["[layers.0]", "[layers.1]", "[layers.2]"]
+
+
 def test_experts_stay_inside_their_block() -> None:
     model = Model(layers=nn.ModuleList(Experts() for _ in range(4)))
     assert names(model) == [f"[layers.{i}]" for i in range(4)]
