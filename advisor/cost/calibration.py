@@ -6,6 +6,8 @@ them through `advisor.cost.estimate` (`make scorecard`).
 
 from __future__ import annotations
 
+from math import gcd
+
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from profiles.machine.cluster import ClusterProfile, Collective, Device
@@ -49,12 +51,13 @@ class Calibration(Record):
         power_bound: the same for boards that reach their power limit.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
         elementwise: bytes that torch's own elementwise kernels move for each instruction that the
-            device can issue, at most: less than 0.6 of what a copy reaches on an H200, whose memory
-            is fast for its multiprocessors (`make gpu`: casts 2.1 TB/s, norms 2.4, GELU 3.1).
+            device can issue, beside the time of the bytes: of the same multiprocessors with 3.0
+            and 4.3 TB/s they reach 2.1 and 2.5 in steps (an H100 and an H200, `make gpu`).
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
         odd: FLOP of products whose rows begin at odd addresses for each instruction that the device
-            can issue, which their loads take: 98 and 117 TFLOP/s on an H200 for a
-            vocabulary of 50,257 (`make gpu`), a fifth of what 50,304 reaches.
+            can issue, which their loads take, an element at a time: 98 and 117 TFLOP/s on an H200
+            for a vocabulary of 50,257 (`make gpu`), a fifth of what 50,304 reaches; two at a time
+            for one of 30,522, 250 TFLOP/s in steps of BERT.
         between: rate of products between other kernels of a step over that of products in a row,
             on boards that are bound by their power (kernels of three models on an H200: 1.10).
         grouped: rate of grouped products of experts, as a share of others'.
@@ -85,32 +88,32 @@ class Calibration(Record):
         slack: bytes that the allocator reserves in addition to allocated ones, as a share of them.
     """
 
-    sustained: PositiveFloat = 0.874
-    power_bound: PositiveFloat = 0.725
-    memory: PositiveFloat = 0.814
-    elementwise: PositiveFloat = 0.075
-    unaligned: PositiveFloat = 0.669
+    sustained: PositiveFloat = 0.873
+    power_bound: PositiveFloat = 0.723
+    memory: PositiveFloat = 0.844
+    elementwise: PositiveFloat = 0.183
+    unaligned: PositiveFloat = 0.672
     odd: PositiveFloat = 3.3
     between: PositiveFloat = 1.1
-    grouped: PositiveFloat = 0.693
-    convolution: PositiveFloat = 0.818
-    vector: PositiveFloat = 0.71
+    grouped: PositiveFloat = 0.704
+    convolution: PositiveFloat = 0.827
+    vector: PositiveFloat = 0.715
     vector_slots: PositiveFloat = 1.54
     matmul_slots: PositiveFloat = 1.32
-    winograd: PositiveFloat = 0.685
-    norm_slots: PositiveFloat = 57.9
+    winograd: PositiveFloat = 0.684
+    norm_slots: PositiveFloat = 55.9
     norm_cycles: PositiveFloat = 2.0
     depthwise: PositiveFloat = 0.13
     flash1: PositiveFloat = 0.308
-    flash2: PositiveFloat = 0.561
-    flash2_on_hopper: PositiveFloat = 0.342
-    flash3: PositiveFloat = 0.538
-    collectives: PositiveFloat = 0.953
-    pcie: PositiveFloat = 0.68
-    shared_cards: PositiveFloat = 0.547
+    flash2: PositiveFloat = 0.557
+    flash2_on_hopper: PositiveFloat = 0.345
+    flash3: PositiveFloat = 0.535
+    collectives: PositiveFloat = 0.935
+    pcie: PositiveFloat = 0.675
+    shared_cards: PositiveFloat = 0.545
     launch: PositiveFloat = 1.0
     context_bytes: NonNegativeFloat = 0.0
-    slack: NonNegativeFloat = 0.179
+    slack: NonNegativeFloat = 0.178
 
     def bandwidth_bytes_per_s(self, device: Device) -> float:
         """Bandwidth of elementwise kernels in a step; a measured rate is used as is."""
@@ -120,11 +123,12 @@ class Calibration(Record):
         return rate.value * self.memory
 
     def elementwise_bytes_per_s(self, device: Device, *, is_eager: bool) -> float:
-        """The same of torch's own kernels, `is_eager`, which a fast memory does not keep busy."""
+        """The same of torch's own kernels, `is_eager`: each instruction waits for its bytes."""
         rate = self.bandwidth_bytes_per_s(device)
         if device.kind == "cpu" or not is_eager:
             return rate
-        return min(rate, self.elementwise * issue_per_s(device) * device.elementwise)
+        issued = self.elementwise * issue_per_s(device) * device.elementwise
+        return 1 / (1 / rate + 1 / issued)
 
     def collective_share(
         self, cluster: ClusterProfile, kind: Collective, group_size: int, stride: int
@@ -201,10 +205,9 @@ def tile_share(product_rows: float, kind: ProductKind) -> float:
     return product_rows / (tiles * TILE_ROWS)
 
 
-def is_odd(n: float, k: float, element_bytes: int) -> bool:
-    """True of a product whose operands or result have rows that begin at odd addresses."""
-    aligned = ROW_BYTES // element_bytes
-    return bool(n % aligned or k % aligned)
+def elements_a_load(n: float, k: float, element_bytes: int) -> int:
+    """Elements that a product's rows, of operands and result, allow a load to take at once."""
+    return gcd(int(n), int(k), ROW_BYTES // element_bytes)
 
 
 def column_share(columns: float) -> float:

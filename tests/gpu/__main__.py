@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         results = again.predicted_again(Results.load(options.out))
         results.save(options.out)
         if options.out == RESULTS:
-            readme.write(results)
+            readme.write()
         _say(table(results))
         return 0
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from profiles.units import format_gib, format_seconds
-from tests.gpu.results import CaseResult, Results, Row
+from tests.gpu.results import RESULTS, UNSEEN, CaseResult, Results, Row
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCK = re.compile(
@@ -29,10 +29,33 @@ def tables(results: Results) -> str:
     return "\n".join(lines)
 
 
-def write(results: Results, readme: Path = README) -> None:
+def unseen(results: Results) -> str:
+    """Steps that were predicted before they ran, and their kernels by class."""
+    lines = [
+        f"Predicted before they ran on one {results.device}, on which nothing is calibrated; so are"
+        " the first eight models.",
+        "",
+    ]
+    lines += _table(
+        ["one device", "step", "data sheet", "bench", "allocated", "predicted"],
+        (_step(case) for case in results.of_part("c") if case.rows),
+    )
+    lines += _table(
+        ["kernels of a step", "products", "bench", "attention", "bench", "the rest", "bench"],
+        (_kernels(case) for case in results.of_part("f") if case.rows),
+    )
+    return "\n".join(lines)
+
+
+def text() -> str:
+    """All tables, of the files that are kept."""
+    return tables(Results.load(RESULTS)) + "\n" + unseen(Results.load(UNSEEN))
+
+
+def write(readme: Path = README) -> None:
     """Put the tables in their place."""
-    text = readme.read_text()
-    readme.write_text(BLOCK.sub(lambda match: match[1] + tables(results) + match[3], text))
+    shown = text()
+    readme.write_text(BLOCK.sub(lambda match: match[1] + shown + match[3], readme.read_text()))
 
 
 def _step(case: CaseResult) -> Iterator[str]:
@@ -51,6 +74,14 @@ def _rank(case: CaseResult) -> Iterator[str]:
         row = _of(case, term)
         yield format_gib(row.measured)
         yield _more(row.from_sheet, row.measured)
+
+
+def _kernels(case: CaseResult) -> Iterator[str]:
+    yield case.name.removeprefix("kernels of a step, ")
+    for term in ("products", "attention", "the rest"):
+        rows = [row for row in case.rows if row.term == term]
+        yield format_seconds(rows[0].measured) if rows else ""
+        yield _more(rows[0].from_bench, rows[0].measured) if rows else ""
 
 
 def _of(case: CaseResult, term: str) -> Row:

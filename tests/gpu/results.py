@@ -9,6 +9,8 @@ from profiles.machine.cluster import ClusterProfile
 from profiles.record import Document, Record
 
 RESULTS = Path(__file__).resolve().parents[1] / "validation" / "gpu.json"
+UNSEEN = RESULTS.with_name("gpu_h100.json")
+"""Of a device and of models that nothing was calibrated on, with the predictions made before."""
 
 
 class Outcome(StrEnum):

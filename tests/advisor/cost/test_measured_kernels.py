@@ -12,17 +12,21 @@ from advisor.cost.rates import DeviceRates
 from advisor.cost.work import AttentionLoad, ProductLoad
 from engines.plan import Plan
 from profiles.machine import catalogue
+from profiles.machine.cluster import Device
 from profiles.model.profile import ParameterShape
 from profiles.model.work import AttentionKernel, ProductKind
 from profiles.provenance import BENCH
 from profiles.workload.optimizers import OPTIMIZERS, upkeep
 from profiles.workload.stack import TORCH
 from tests.factories import chain
-from tests.gpu.results import RESULTS, Results
+from tests.gpu.results import RESULTS, UNSEEN, Results
 
 RESULT = Results.load(RESULTS)
 assert RESULT.bench is not None
 H200 = RESULT.bench.device
+UNSEEN_RESULT = Results.load(UNSEEN)
+assert UNSEEN_RESULT.bench is not None
+H100 = UNSEEN_RESULT.bench.device
 
 
 def measured(case: str, part: str = "f") -> dict[str, float]:
@@ -66,9 +70,23 @@ def test_compiled_and_fused_kernels_are_bound_by_memory() -> None:
     assert rates.elementwise == rates.bandwidth
 
 
-def test_a_memory_that_is_slow_for_its_multiprocessors_keeps_them_waiting() -> None:
-    rates = DeviceRates.of(catalogue.accelerator("V100-SXM2-32GB"), "float16", TORCH, CALIBRATION)
-    assert rates.elementwise == rates.bandwidth
+def test_instructions_take_the_less_of_a_kernel_the_slower_the_memory() -> None:
+    def share(device: Device) -> float:
+        rates = DeviceRates.of(device, "float16", TORCH, CALIBRATION)
+        return rates.elementwise / rates.bandwidth
+
+    v100 = catalogue.accelerator("V100-SXM2-32GB")
+    assert share(v100) > 0.8 > 0.7 > share(H100) > share(H200)
+
+
+def test_kernels_bound_by_memory_take_what_they_took_in_steps_on_an_h100() -> None:
+    """The same multiprocessors as an H200's and 0.7 of its bandwidth: by neither alone."""
+    took = {case.name: case.rows for case in UNSEEN_RESULT.of_part("f")}
+    (row,) = (r for r in took["kernels of a step, gpt-1.3b"] if r.term == "the rest")
+    assert row.from_bench is not None
+    rates = DeviceRates.of(H100, "bfloat16", TORCH, CALIBRATION)
+    before = 0.075 * H100.flop_per_s["float32"].value / 2  # with which it was predicted
+    assert row.from_bench * before / rates.elementwise == pytest.approx(row.measured, rel=0.1)
 
 
 def test_products_in_a_row_are_slower_than_those_of_a_step_where_power_binds() -> None:
