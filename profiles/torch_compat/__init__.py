@@ -305,14 +305,23 @@ def aten_operators(names: Iterable[str]) -> tuple[Operator, ...]:
 
 def is_mutable(operator: Operator) -> bool:
     """True if a call writes into one of its arguments."""
-    mutable: bool = operator._schema.is_mutable
+    mutable: bool = operator._schema.is_mutable or _is_collective_in_place(operator)
     return mutable
+
+
+def _is_collective_in_place(operator: Operator) -> bool:
+    """True for those of torch.distributed that write into their first argument, which their schemas
+    do not say."""
+    name = operator._schema.name
+    return name.startswith("c10d::") and name.endswith("_")
 
 
 def tensors_written(
     operator: Operator, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> list[torch.Tensor]:
     """The arguments that a call writes into."""
+    if _is_collective_in_place(operator):
+        return tensors_in(args[:1])
     named = {
         **dict(zip((a.name for a in operator._schema.arguments), args, strict=False)),
         **kwargs,

@@ -57,7 +57,33 @@ class Stack(nn.Module):
 
 
 STACK = Case(Stack, CASES["lstm"].batch, F.cross_entropy)
-SUBJECTS = {"a stack": STACK, "a U-Net": MODELS["unet"]}
+
+
+class Summed(nn.Module):
+    """A product whose sum over tp ranks something behind it reads, so that it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 12)
+        self.out = nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.out(torch.relu(self.inner(x))))
+
+
+class Sums(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Summed(), Summed()])
+
+
+SUBJECTS = {
+    "a stack": STACK,
+    "a U-Net": MODELS["unet"],
+    "sums": Case(Sums, CASES["lstm"].batch, F.cross_entropy),
+}
+PAIRS = "tensor_styles=blocks.*.inner:column,blocks.*.out:row"
+"""Of layers whose products are summed over the ranks in place."""
 
 
 def _error(name: str, plan: str) -> float:
@@ -81,6 +107,7 @@ def test_products_that_are_changed_in_place_are_kept_as_they_were(name: str) -> 
         ("a stack", "dp_shard=2"),
         ("a stack", "pp=2 schedule=1f1b microbatches=2 stages=blocks.2"),
         ("a U-Net", "dp_replicate=2 zero=1 microbatch_size=1 accumulation=2"),
+        ("sums", f"tp=2 {PAIRS}"),
     ],
 )
 def test_they_are_under_shards_and_in_stages(pool: Pool, name: str, plan: str) -> None:
