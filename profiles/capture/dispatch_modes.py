@@ -182,7 +182,7 @@ class TraceMode(FakeRunMode):
 
     def leave(self, output: object) -> None:
         """End the call; what follows belongs to the caller, or to a new stretch of glue."""
-        self._layers.leave(self.scope, output)
+        self._layers.leave(self.scope, output, is_outermost=len(self._callers) == 1)
         self._mark(output)
         self._chains.hand_on(map(self.storages.memory_of, tensors_in(output)))
         self.scope.output_bytes += sum({id(t): t.nbytes for t in tensors_in(output)}.values())
@@ -195,6 +195,10 @@ class TraceMode(FakeRunMode):
             self.flow.end(output)
             self._go_to(Scope(GLUE))
             self._glue_began = next_sequence_number()
+
+    def note_taken(self) -> None:
+        """The forward is over, and its loss took what it needs."""
+        self._layers.note_taken(self.flow.taken)
 
     def stand_for(self, scope: Scope, trail: Trail) -> None:
         """The call that is going on does what an earlier one did."""

@@ -212,6 +212,11 @@ class FlowTrace:
                 values = self._calls[call].values
                 values[value] = values[value].model_copy(update={"kept_by": scope.call})
 
+    @property
+    def taken(self) -> frozenset[Key]:
+        """The values that later calls took."""
+        return frozenset((edge.source, edge.value) for edge in self._edges)
+
     def flow(self) -> Flow:
         """All that was followed."""
         return Flow(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 from profiles.capture.modules import Unit
 from profiles.capture.storages import Storages
 from profiles.capture.transformers_compat import is_transposed_linear
+from profiles.model.flow import Key
 from profiles.model.layers import INPUT, LayerKind
 from profiles.torch_compat import (
     has_gradient_hooks,
@@ -99,6 +100,7 @@ class LayerTrace:
         self._place = scope
         self._is_outside = is_outside
         self._features = Features()
+        self._reached: dict[Scope, dict[int, set[int]]] = {}  # values, by the number of a layer
         self._inputs: dict[Scope, list[weakref.ref[Tensor] | None]] = {}
 
     def watch(self, unit: Unit, shapes: Shapes) -> None:
@@ -117,14 +119,31 @@ class LayerTrace:
             ((number(t), t.shape) for t in inputs), [(number(t), t.shape) for t in outputs]
         )
 
-    def leave(self, scope: Scope, output: object) -> None:
+    def leave(self, scope: Scope, output: object, *, is_outermost: bool) -> None:
         """A call is over, its nodes have no mark yet."""
         layers = list(scope.layers.values())
-        for number in self._sources(tensors_in(output)) if layers else ():
-            if number != INPUT:
+        for value, tensor in enumerate(tensors_in(output) if layers else ()):
+            for number in self._sources([tensor]):
+                if number == INPUT:
+                    continue
                 layers[number].reaches_output = True
+                if is_outermost:
+                    self._reached.setdefault(scope, {}).setdefault(number, set()).add(value)
         self._inputs.pop(scope, None)
         self._features = Features()
+
+    def note_taken(self, taken: Collection[Key]) -> None:
+        """The forward is over, and calls took these values: a block may return its attention's
+        weights, which no code reads."""
+        calls = {call for call, _ in taken}
+        for scope, reached in self._reached.items():
+            if scope.call not in calls:
+                continue
+            layers = list(scope.layers.values())
+            for number, values in reached.items():
+                is_taken = any((scope.call, value) in taken for value in values)
+                layers[number].reaches_output = is_taken
+        self._reached.clear()
 
     def _here(self, unit: str) -> Scope | None:
         scope = self._place()
@@ -181,9 +200,9 @@ class LayerTrace:
 
     def _sources(self, tensors: Iterable[Tensor]) -> tuple[int, ...]:
         """Numbers of the layers that gradients of these go back to first; `INPUT` for others."""
-        return tuple(sorted(set(self._reached(tensors))))
+        return tuple(sorted(set(self._walk(tensors))))
 
-    def _reached(self, tensors: Iterable[Tensor]) -> Iterator[int]:
+    def _walk(self, tensors: Iterable[Tensor]) -> Iterator[int]:
         seen: set[Node] = set()
         left = [tensor.grad_fn for tensor in tensors]
         if any(t.grad_fn is None and t.requires_grad for t in tensors):

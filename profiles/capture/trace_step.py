@@ -172,6 +172,8 @@ def trace_step(
                 roots, has_loss = _forward(subject, batch, trace)
             _note_left(subject, trace)
             trace.flow.note_kept()
+            if has_loss:  # else whatever the model returns is its result
+                trace.note_taken()
             saved = SavedBytes(
                 storages.saved_bytes(),
                 storages.selective_bytes(),

@@ -72,7 +72,8 @@ class LayerCost(Record):
             itself if there is none before.
         sources: positions of the layers whose outputs reach its input without passing through
             another layer; `INPUT` for the arguments of the unit.
-        reaches_output: what the unit returns takes its output without passing through another.
+        reaches_output: what the unit returns, and later code takes, takes its output without
+            passing through another.
         pieces: features of the tensors that later code takes its outputs apart into (a fused
             query, key and value are three); empty where it does not.
         heads: parts that later code sees in the features of a piece; 1 where it sees none.

@@ -13,6 +13,7 @@ from profiles.model.layers import INPUT, LayerCost, LayerKind
 from profiles.model.profile import ModelProfile, Numerics, UnitCost
 from tests.contract.subjects import HEAD, Decoder, batch_of
 from tests.engines.cases import token_loss
+from tests.engines.tensor.biases import HEADS, Slopes, sample
 
 ROWS, TOKENS, WIDTH, VOCABULARY = 2, 16, 128, 256
 F32, BF16 = 4, 2
@@ -47,6 +48,23 @@ def test_layers_come_in_call_order_with_what_feeds_them(profile: ModelProfile) -
         "attention.o",
         "feed_forward.down",
     ]
+
+
+@pytest.mark.parametrize(("is_read", "reaching"), [(False, ["o"]), (True, ["q", "k", "o"])])
+def test_what_no_code_takes_of_a_call_reaches_nothing(is_read: bool, reaching: list[str]) -> None:
+    """Blocks of BLOOM and MPT return their attention's weights, for whoever asks."""
+
+    class Model(Slopes):
+        def forward(self, x: Tensor) -> Tensor:
+            alibi = torch.zeros(HEADS * len(x), 1, x.shape[1])
+            x, _ = self.blocks[0](x, alibi)
+            x, weights = self.blocks[1](x, alibi)
+            return x + weights.mean() if is_read else x
+
+    x = sample()
+    profile = capture(Model(), (x, x), loss_fn=nn.functional.mse_loss)
+    layers = layers_of(profile, "blocks.1")
+    assert [name for name, layer in layers.items() if layer.reaches_output] == reaching
 
 
 def test_a_layer_costs_what_arithmetic_says(profile: ModelProfile) -> None:
