@@ -17,7 +17,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.legal import styles_of
 from engines.plan import PartialPlan
-from engines.tensor.styles import Kind, Style
+from engines.tensor.styles import NAMING, Style
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
 
@@ -55,9 +55,9 @@ def choose_checked(facts: Facts, *, policy: Policy, partial: PartialPlan, check:
 
 
 def cuts(pairs: Iterable[tuple[str, str]]) -> frozenset[tuple[str, Style]]:
-    """Entries that split layers. Head counts are free, and `apply_plan` finds them."""
+    """Entries that split layers. What names parts of modules is free, and `apply_plan` finds it."""
     read = ((pattern, Style.parse(text)) for pattern, text in pairs)
-    return frozenset((pattern, style) for pattern, style in read if style.kind is not Kind.SIZES)
+    return frozenset((pattern, style) for pattern, style in read if style.kind not in NAMING)
 
 
 def check_of(loaded: LoadedModel, profile: ModelProfile) -> Check:

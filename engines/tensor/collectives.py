@@ -38,6 +38,10 @@ class Collectives(Protocol):
         """The whole of `length` along `cut.dim`; a rank's gradient is its part of the whole one."""
         ...
 
+    def scatter(self, whole: Tensor, cut: Slice) -> Tensor:
+        """This rank's part of what all have whole; the gradient is gathered from all ranks."""
+        ...
+
     def split_tokens(self, whole: Tensor) -> Tensor:
         """This rank's tokens; the gradient is gathered from all ranks."""
         ...
@@ -87,6 +91,9 @@ class GroupCollectives:
 
     def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
         return _apply(_Gather, part, cut, length, self)
+
+    def scatter(self, whole: Tensor, cut: Slice) -> Tensor:
+        return _apply(_Scatter, whole, cut, self)
 
     def split_tokens(self, whole: Tensor) -> Tensor:
         return _apply(_SplitTokens, self._padded(whole), self)
@@ -154,6 +161,19 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         mine = ctx.cut.part(gradients[0], rank=ctx.ranks.rank, size=ctx.ranks.size)
         return mine, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, cut: Slice, ranks: GroupCollectives) -> Tensor:
+        ctx.cut, ctx.ranks, ctx.length = cut, ranks, whole.shape[cut.dim]
+        # A copy: a view would keep the whole for the backward.
+        return cut.part(whole, rank=ranks.rank, size=ranks.size).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        every = all_gather(gradients[0], ctx.cut, length=ctx.length, ranks=ctx.ranks)
+        return every, None, None
 
 
 class _SplitTokens(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engines.state.slices import Slice
 from engines.tensor.styles import Kind, Style
 from profiles.capture.transformers_compat import is_transposed_linear
+from profiles.errors import PlanError
 from profiles.torch_compat import has_gradient_hooks
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -54,9 +55,12 @@ def feature_dim(module: nn.Module) -> int:
 
 
 def slices_of(module: nn.Module, style: Style) -> dict[str, Slice]:
-    """Slices of the layer's own parameters on a rank; those not named stay whole."""
+    """Slices of the module's own parameters on a rank; those not named stay whole."""
+    if style.kind is Kind.BIAS:
+        own = {name: module._parameters.get(name) for name in style.sizes}
+        return {n: Slice(head_dim(p, style.packs)) for n, p in own.items() if p is not None}
     if isinstance(module, nn.Embedding):
-        return {"weight": Slice(0)}
+        return {"weight": Slice(1 if style.kind is Kind.COLUMN else 0)}
     if style.kind is Kind.HEADS:
         return {}
     inputs, outputs = (0, 1) if is_transposed_linear(module) else (1, 0)
@@ -66,6 +70,18 @@ def slices_of(module: nn.Module, style: Style) -> dict[str, Slice]:
     if module._parameters.get("bias") is not None:
         slices["bias"] = Slice(0, style.packs)
     return slices
+
+
+def head_dim(tensor: Tensor, heads: int) -> int:
+    """The dimension of a table that has a number for each of so many heads: the last such one.
+
+    Raises:
+        PlanError: it has none.
+    """
+    fitting = [dim for dim, length in enumerate(tensor.shape) if length == heads]
+    if not fitting:
+        raise PlanError(f"a tensor of {tuple(tensor.shape)} has no dimension of {heads} heads")
+    return fitting[-1]
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from torch import nn
 
+from engines.tensor.bias_variants import split_variants
 from engines.tensor.layers import can_split, is_plain
 from engines.tensor.rules import (
     USED_ELSEWHERE,
@@ -24,7 +25,7 @@ from engines.tensor.token_borders import with_borders
 from engines.tensor.token_rules import pairs_take_one_tensor
 from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
-from engines.tensor.variants import Styles, sequence_variants, variants
+from engines.tensor.variants import Styles, sequence_variants, united
 from profiles.capture.batch import Batch
 from profiles.capture.batch_tree import map_batch
 from profiles.capture.fake_mode import FakeRunMode
@@ -257,12 +258,12 @@ class _Trial:
     def _take_pair(self, copy: UnitCopy, pair: Pair) -> bool:
         """Take the first variant of the pair that is right."""
         reasons = []
-        for variant in variants(pair, self._rules.styles, copy.unit, size=self._size):
+        for variant in split_variants(copy, pair, self._rules.styles, size=self._size):
             reason = self._try(copy, variant)
             if not reason:
                 return True
             reasons.append(reason)
-        self.why.update(dict.fromkeys((*pair.columns, *pair.rows), reasons[0]))
+        self.why.update(dict.fromkeys(pair.layers, reasons[0]))
         return False
 
     def _split_tokens(self, copy: UnitCopy, pairs: Sequence[Pair]) -> None:
@@ -281,7 +282,7 @@ class _Trial:
         """Take `styles` if they are right; else returns the reason."""
         if self._whole & styles.keys():
             return USED_ELSEWHERE
-        combined = {**self.styles, **styles}
+        combined = united(self.styles, dict(styles))
         self._result = self._result or run_whole(copy)
         verdict = prove_unit(copy, combined, size=self._size, whole=self._result)
         if not verdict.why_not:

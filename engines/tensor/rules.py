@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
+from typing import NamedTuple
 
 from engines.tensor.styles import Kind, Style, as_pairs, without_numbers
 from engines.tensor.tie_rules import joined, layers_of, owner, split_differently
@@ -45,10 +46,21 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Layers `columns` that nothing but `rows` takes, and that alone feed them, by their paths."""
+    """Layers `columns` that nothing but `rows` takes, and that alone feed them, by their paths.
+
+    Attributes:
+        tables: layers with a column for every head, which bias the scores of attention.
+        heads: of the queries; 1 where the features have none.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
+    tables: tuple[str, ...] = ()
+    heads: int = 1
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return *self.columns, *self.tables, *self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +83,7 @@ class UnitSplit:
         if not whole:
             return self
         return UnitSplit(
-            tuple(p for p in self.pairs if not {*p.columns, *p.rows} & set(whole)),
+            tuple(p for p in self.pairs if not set(p.layers) & set(whole)),
             {path: style for path, style in self.styles.items() if path not in whole},
             {path: style for path, style in self.alone.items() if path not in whole},
             {**self.why, **dict.fromkeys(whole, USED_ELSEWHERE)},
@@ -79,7 +91,7 @@ class UnitSplit:
 
     def with_pairs(self, pairs: Sequence[Pair]) -> tuple[dict[str, Style], dict[str, str]]:
         """The styles of all layers if only `pairs` are taken, and why others are in none."""
-        paired = {path for pair in pairs for path in (*pair.columns, *pair.rows)}
+        paired = {path for pair in pairs for path in pair.layers}
         styles = {path: style for path, style in self.styles.items() if path in paired}
         styles |= {path: style for path, style in self.alone.items() if path not in paired}
         why = {path: reason for path, reason in self.why.items() if path not in paired}
@@ -134,14 +146,14 @@ def unit_splits(model: ModelProfile, tp: int) -> dict[str, UnitSplit]:
     units = split_units(model)
     sizes = (_elements(layer, unit) for unit in units for layer in layers_of(unit))
     smallest = SMALLEST_SHARD_FRACTION * max(sizes, default=0)
-    handed = _heads_handed_on(model)
+    given = _heads_given(model)
     known: dict[tuple[int, frozenset[int]], UnitSplit] = {}
     splits = {}
     for unit in units:
-        layers, heads = layers_of(unit), handed.get(unit.name, frozenset())
+        layers, heads = layers_of(unit), given.get(unit.name, frozenset())
         key = id(layers), heads  # of equal blocks the layers are one object
         if key not in known:
-            known[key] = _split_unit(unit, layers, tp=tp, smallest=smallest, handed=heads)
+            known[key] = _split_unit(unit, layers, tp=tp, smallest=smallest, given=heads)
         splits[unit.name] = known[key]
     return splits
 
@@ -149,29 +161,24 @@ def unit_splits(model: ModelProfile, tp: int) -> dict[str, UnitSplit]:
 def pairs_of(model: ModelProfile, unit: str) -> list[Pair]:
     """The column and row pairs that the flow of a unit has, whether or not they can be split."""
     layers = next((layers_of(each) for each in split_units(model) if each.name == unit), ())
-    return [
-        Pair(tuple(layer.path for layer in columns), tuple(layer.path for layer in rows))
-        for columns, rows in _pairs(layers)
-    ]
+    given = _heads_given(model).get(unit, frozenset())
+    return [each.pair for each in _pairs(layers, given)]
 
 
-def _heads_handed_on(model: ModelProfile) -> dict[str, frozenset[int]]:
-    """By unit, the sizes that may count heads of tensors that a call hands to a later one.
+def _heads_given(model: ModelProfile) -> dict[str, frozenset[int]]:
+    """By unit, the sizes that may count heads of tensors that it takes from an earlier call.
 
-    Scores get a bias of (1, heads, queries, keys), which T5 hands from block to block. Where a
-    gradient comes back for it, it is among the sources of a layer; else only the flow shows it.
+    Scores get a bias of (1, heads, queries, keys), which T5 hands from block to block.
     """
     by_unit: dict[str, set[int]] = {}
-    calls = model.flow.calls
     for edge in model.flow.edges:
-        value = model.flow.value(edge)
-        if len(value.shape) == _SCORES_RANK and not value.needs_gradient:
-            for call in (calls[edge.source], calls[edge.target]):
-                by_unit.setdefault(call.unit, set()).add(value.shape[1])
+        shape = model.flow.value(edge).shape
+        if len(shape) == SCORES_RANK:
+            by_unit.setdefault(model.flow.calls[edge.target].unit, set()).add(shape[1])
     return {unit: frozenset(sizes - {1}) for unit, sizes in by_unit.items()}
 
 
-_SCORES_RANK = 4  # (samples, heads, queries, keys)
+SCORES_RANK = 4  # (samples, heads, queries, keys)
 
 
 def _split_unit(
@@ -180,19 +187,21 @@ def _split_unit(
     *,
     tp: int,
     smallest: float,
-    handed: frozenset[int],
+    given: frozenset[int],
 ) -> UnitSplit:
     pairs: list[Pair] = []
     styles: dict[str, Style] = {}
     alone: dict[str, Style] = {}
     why: dict[str, str] = {}
-    for columns, rows in _pairs(layers):
-        reason = _why_no_pair(columns, rows, tp, handed)
+    for costs in _pairs(layers, given):
+        pair, columns = costs.pair, costs.columns
+        reason = _why_no_pair(columns, costs.rows, tp)
         if reason:
-            why |= {layer.path: reason for layer in (*columns, *rows)}
+            why |= dict.fromkeys(pair.layers, reason)
             continue
-        pairs.append(Pair(tuple(c.path for c in columns), tuple(r.path for r in rows)))
-        styles |= {layer.path: Style(kind=Kind.ROW) for layer in rows}
+        pairs.append(pair)
+        styles |= dict.fromkeys(pair.rows, Style(kind=Kind.ROW))
+        styles |= dict.fromkeys(pair.tables, Style(kind=Kind.COLUMN))
         for layer in columns:
             style = Style(kind=Kind.COLUMN, packs=len(layer.pieces) or 1)
             if _is_repeated(layer, columns, tp):
@@ -208,10 +217,22 @@ def _split_unit(
     return UnitSplit(tuple(pairs), styles, alone, why)
 
 
-def _pairs(
-    layers: Sequence[LayerCost],
-) -> Iterator[tuple[tuple[LayerCost, ...], tuple[LayerCost, ...]]]:
-    """Layers that nothing but the second ones take, and that alone feed them.
+class _PairCosts(NamedTuple):
+    """The layers of a `Pair`."""
+
+    columns: tuple[LayerCost, ...]
+    rows: tuple[LayerCost, ...]
+    tables: tuple[LayerCost, ...]
+
+    @property
+    def pair(self) -> Pair:
+        columns, rows, tables = (tuple(layer.path for layer in part) for part in self)
+        return Pair(columns, rows, tables, max(layer.heads for layer in self.columns))
+
+
+def _pairs(layers: Sequence[LayerCost], given: frozenset[int]) -> Iterator[_PairCosts]:
+    """Layers that nothing but the second ones take, and that alone feed them, but for biases by
+    head: those of tables, and those of the arguments where `given` has the number of heads.
 
     Layers join in the order of their calls; one that is a row already is nobody's column.
     """
@@ -219,25 +240,42 @@ def _pairs(
     taken: set[int] = set()
     for number, layer in enumerate(layers):
         sources = frozenset(layer.sources)
+        if _heads_of(layers, sources) in given:
+            sources -= {INPUT}
         if not sources or INPUT in sources or sources & taken or number in sources:
             continue
         feeds_others = any(
-            sources & set(other.sources) and sources != set(other.sources) for other in layers
+            sources & set(other.sources) and set(layer.sources) != set(other.sources)
+            for other in layers
         )
-        if feeds_others or any(layers[source].reaches_output for source in sources):
+        tables = _tables(layers, sources)
+        if feeds_others or any(layers[source].reaches_output for source in sources - tables):
             continue
         rows.setdefault(sources, []).append(number)
         taken.add(number)
-    for columns, fed in rows.items():
-        if not columns & taken:
-            yield tuple(layers[n] for n in sorted(columns)), tuple(layers[n] for n in fed)
+    for sources, fed in rows.items():
+        if not sources & taken:
+            tables = _tables(layers, sources)
+            parts = sorted(sources - tables), fed, sorted(tables)
+            yield _PairCosts(*(tuple(layers[n] for n in part) for part in parts))
 
 
-def _why_no_pair(
-    columns: Sequence[LayerCost], rows: Sequence[LayerCost], tp: int, handed: frozenset[int]
-) -> str:
+def _heads_of(layers: Sequence[LayerCost], sources: Collection[int]) -> int:
+    """The most heads that the layers `sources` have; 1 where there are none."""
+    return max((layers[source].heads for source in sources if source != INPUT), default=1)
+
+
+def _tables(layers: Sequence[LayerCost], sources: frozenset[int]) -> frozenset[int]:
+    """Those of `sources` that have a column for every head of the others."""
+    heads = _heads_of(layers, sources)
+    if heads == 1:
+        return frozenset()
+    return frozenset(n for n in sources if layers[n].heads == 1 and layers[n].outputs == heads)
+
+
+def _why_no_pair(columns: Sequence[LayerCost], rows: Sequence[LayerCost], tp: int) -> str:
     """The reason why this column and row split would be wrong; empty if it is right."""
-    taken, heads = rows[0].inputs, {layer.heads for layer in columns if layer.heads > 1}
+    taken = rows[0].inputs
     for layer in (*columns, *rows):
         if layer.kind not in (LayerKind.LINEAR, LayerKind.TRANSPOSED):
             return f"a pair with a layer of kind {layer.kind}"
@@ -249,18 +287,22 @@ def _why_no_pair(
         is_repeated = _is_repeated(layer, columns, tp)
         if layer.heads % tp and layer.heads > 1 and not is_repeated:
             return f"{layer.heads} heads for {tp} ranks"
-        if layer.heads in handed:
-            return f"a tensor for all {layer.heads} heads goes from unit to unit"
         if piece < tp:
             return f"{piece} features for {tp} ranks"
         if layer.heads == 1 and piece != taken:
             return f"{piece} features become {taken}"
         width = piece // layer.heads if layer.heads > 1 else 1
-        if any(used > width for used in _used(layer)):
+        heads = max(layer.heads for layer in columns)
+        if any(used > width and not is_by_head(used, heads, piece) for used in _used(layer)):
             return "parameters between the layers span all features"
-        if any(used in heads and used != width for used in _used(layer)):
-            return f"parameters between the layers have a number for each of {max(heads)} heads"
     return ""
+
+
+def is_by_head(elements: float, heads: int, features: int) -> bool:
+    """True if a parameter of so many elements has a number for each of the heads, as a table of
+    positions: a norm has one for each of the features, or of a head's."""
+    is_of_head = elements == features // heads
+    return heads > 1 and not elements % heads and bool(elements % features) and not is_of_head
 
 
 def _is_repeated(layer: LayerCost, columns: Sequence[LayerCost], tp: int) -> bool:

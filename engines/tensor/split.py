@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from engines.blocks.wrap import wrap_forward
 from engines.state.slices import Slice, share
 from engines.tensor.collectives import Collectives, GroupCollectives
+from engines.tensor.head_bias import take_heads
 from engines.tensor.layers import feature_dim, features, slices_of, with_bias, without_bias
 from engines.tensor.logits import VocabLogits
 from engines.tensor.sequence_parallel import exchange_tokens
-from engines.tensor.styles import LAYER_KINDS, LOCAL, Kind, Style, cutting
+from engines.tensor.styles import CUTTING, LOCAL, Kind, Style, cutting
 from profiles.capture.transformers_compat import is_transposed_linear
 from profiles.errors import PlanError
 
@@ -92,7 +93,7 @@ def split(
                 continue
             if style.kind in (Kind.ENTRY, Kind.EXIT, Kind.JOINED):
                 exchange_tokens(module, style.kind, collectives, join)
-            if style.kind not in LAYER_KINDS:
+            if style.kind not in CUTTING:
                 continue
             for own, cut in slices_of(module, style).items():
                 name = first[module.get_parameter(own)]
@@ -102,6 +103,9 @@ def split(
                         where=f"tensor style {path}:{style}",
                         hints=["give them one style, or leave the weight whole"],
                     )
+            if style.kind is Kind.BIAS:
+                take_heads(module, style, collectives, path=path)
+                continue
             _add_collectives(module, style, collectives, again, by_tokens=by_tokens)
     for path in _above(path for path, wanted in styles.items() if cutting(wanted)):
         _run_within(model.get_submodule(path), again.forward)
@@ -146,6 +150,8 @@ def _add_collectives(
     """Add the collectives of a style to a layer; `by_tokens`: in a block split by tokens."""
     outputs = features(module)[1]
     if isinstance(module, nn.Embedding):
+        if style.kind is Kind.COLUMN:
+            return  # of whole ids it looks up rows that are this rank's share
         _replace_forward(module, _embedding(module, collectives))
         return
     if is_transposed_linear(module):

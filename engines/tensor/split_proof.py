@@ -9,16 +9,26 @@ from typing import Self
 from pydantic import PositiveInt
 from torch import nn
 
+from engines.tensor.bias_variants import split_variants
 from engines.tensor.layers import can_split, is_plain
 from engines.tensor.rules import Pair, pairs_of
-from engines.tensor.styles import LAYER_KINDS, LOCAL, Kind, Style, cutting, ordered, styles_of
+from engines.tensor.styles import (
+    LAYER_KINDS,
+    LOCAL,
+    NAMING,
+    Kind,
+    Style,
+    cutting,
+    ordered,
+    styles_of,
+)
 from engines.tensor.tie_rules import joined
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.token_borders import with_borders
 from engines.tensor.token_rules import SPLIT
 from engines.tensor.unit_copy import UnitCopy, copy_unit, unit_kinds
 from engines.tensor.unit_proof import Verdict, prove_unit
-from engines.tensor.variants import ALONE, Styles, variants
+from engines.tensor.variants import ALONE, Styles, united
 from profiles.capture.batch import Batch
 from profiles.errors import PlanError, a_type
 from profiles.model.flow import GLUE, LOSS, Flow
@@ -63,7 +73,7 @@ class SplitProof(Record):
         Counts of heads follow from the code of the modules: `pairs` may leave them to the proof.
         """
         wanted = styles_of(pairs, [path for path, _ in model.named_modules()])
-        counts = any(style.kind is Kind.SIZES for each in wanted.values() for style in each)
+        counts = any(style.kind in NAMING for each in wanted.values() for style in each)
         mine = self.by_module if counts else _without_counts(self.by_module)
         return self.size == size and mine == wanted
 
@@ -149,24 +159,27 @@ def prove_split(
 
 
 def _counts(copy: UnitCopy, inner: Styles, pairs: Sequence[Pair], *, size: int) -> Styles:
-    """The attributes that must count a rank's share of heads or features, where `inner` names none.
+    """The attributes that must count a rank's share of heads or features, and the tensors that have
+    a number for every head, where `inner` names none.
 
     They follow from the code of the modules: a plan that was made from a profile cannot know them.
     """
-    if any(style.kind is Kind.SIZES for styles in inner.values() for style in styles):
+    if any(style.kind in NAMING for styles in inner.values() for style in styles):
         return {}
     taken: Styles = {}
     counts: Styles = {}
     for pair in pairs:
         layers = {path: style for path, styles in inner.items() if (style := cutting(styles))}
-        if not {*pair.columns, *pair.rows} <= layers.keys():
+        if not set(pair.layers) <= layers.keys():
             continue
-        for variant in variants(pair, layers, copy.unit, size=size):
-            if not prove_unit(copy, {**taken, **variant}, size=size).why_not:
-                taken.update(variant)
-                sizes = {p: s for p, s in variant.items() if s[-1].kind is Kind.SIZES}
-                counts.update(sizes)
+        for variant in split_variants(copy, pair, layers, size=size):
+            both = united(taken, variant)
+            if not prove_unit(copy, both, size=size).why_not:
+                taken = both
                 break
+    for path, each in taken.items():
+        if naming := tuple(style for style in each if style.kind in NAMING):
+            counts[path] = naming
     return counts
 
 
@@ -217,7 +230,7 @@ def _require_possible(module: nn.Module, styles: Sequence[Style], path: str) -> 
     for style in styles:
         kinds: tuple[Kind, ...] = LAYER_KINDS
         if isinstance(module, nn.Embedding):
-            kinds = (Kind.VOCAB,)
+            kinds = (Kind.COLUMN, Kind.VOCAB)
         elif not isinstance(module, nn.Linear):
             kinds = (Kind.COLUMN, Kind.ROW, Kind.GATHER)
         if style.kind in LAYER_KINDS and not (style.kind in kinds and can_split(module)):
@@ -226,7 +239,7 @@ def _require_possible(module: nn.Module, styles: Sequence[Style], path: str) -> 
                 where=f"tensor style {path}:{style}",
                 hints=[
                     "column, row and gather are for linear layers and convolutions, vocab is for"
-                    " embeddings and the head"
+                    " embeddings and the head, column for tables with a column for every head"
                 ],
             )
 
@@ -254,9 +267,7 @@ def _inner(unit: str, styles: Mapping[str, tuple[Style, ...]]) -> Styles:
 
 
 def _without_counts(styles: Styles) -> Styles:
-    cut = {
-        path: tuple(s for s in each if s.kind is not Kind.SIZES) for path, each in styles.items()
-    }
+    cut = {path: tuple(s for s in each if s.kind not in NAMING) for path, each in styles.items()}
     return {path: each for path, each in cut.items() if each}
 
 

@@ -28,15 +28,17 @@ class Kind(StrEnum):
     EXIT = "exit"  # of a sequence block: it returns whole sequences
     JOINED = "joined"  # within a sequence block: takes the whole sequence again
     SIZES = "sizes"  # attributes that count heads or features say this rank's share in forward
+    BIAS = "bias"  # tensors with a number for every head are this rank's heads: see `head_bias`
 
 
 class Style(Record):
-    """One entry of a tensor plan, written "column", "column/3", "row" or "sizes(num_heads)".
+    """One entry of a tensor plan: "column", "column/3", "sizes(num_heads)" or "bias/8(alibi)", say.
 
     Attributes:
         packs: tensors that lie side by side in one weight (a fused query, key and value are 3); the
-            heads of `Kind.HEADS`; how many shares the attributes of `Kind.SIZES` say.
-        sizes: the attributes of `Kind.SIZES`.
+            heads of `Kind.HEADS` and `Kind.BIAS`; how many shares the attributes of `Kind.SIZES`
+            say.
+        sizes: the attributes of `Kind.SIZES`; the parameters, buffers and arguments of `Kind.BIAS`.
     """
 
     kind: Kind
@@ -45,7 +47,7 @@ class Style(Record):
 
     def __str__(self) -> str:
         text = f"{self.kind}/{self.packs}" if self.packs > 1 else str(self.kind)
-        return f"{text}({'+'.join(self.sizes)})" if self.kind is Kind.SIZES else text
+        return f"{text}({'+'.join(self.sizes)})" if self.kind in NAMING else text
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -57,8 +59,10 @@ class Style(Record):
         match = _FORM.fullmatch(text)
         kinds = [kind.value for kind in Kind]
         kind, packs, sizes = match.groups() if match else (text, None, None)
-        if kind not in kinds or (sizes is not None) != (kind == Kind.SIZES):
-            raise UnknownNameError("tensor style", text, [*kinds[:-1], "column/3", "sizes(NAME)"])
+        if kind not in kinds or (sizes is not None) != (kind in NAMING):
+            known = [name for name in kinds if name not in NAMING]
+            forms = ["column/3", "sizes(NAME)", "bias/HEADS(NAME)"]
+            raise UnknownNameError("tensor style", text, [*known, *forms])
         return cls(
             kind=Kind(kind),
             packs=int(packs) if packs else 1,
@@ -68,6 +72,10 @@ class Style(Record):
 
 LAYER_KINDS = (Kind.COLUMN, Kind.HEADS, Kind.ROW, Kind.GATHER, Kind.VOCAB)
 """Those that cut a layer's parameters or, `HEADS`, their use."""
+CUTTING = (*LAYER_KINDS, Kind.BIAS)
+"""Those that may cut parameters of the module that has them."""
+NAMING = (Kind.SIZES, Kind.BIAS)
+"""Those that name what is in a module. They follow from its code, and are found by trial."""
 LOCAL = (Kind.COLUMN, Kind.HEADS)
 """Those whose outputs only a row-wise layer takes."""
 _FORM = re.compile(r"([a-z]+)(?:/([1-9]\d*))?(?:\(([A-Za-z_]\w*(?:\+[A-Za-z_]\w*)*)\))?")

@@ -57,7 +57,7 @@ def _cut(kind: LayerKind, style: Style, own: str) -> tuple[int, int] | None:
     if style.kind is Kind.HEADS:
         return None
     if kind is LayerKind.EMBEDDING:
-        return 0, 1
+        return (1 if style.kind is Kind.COLUMN else 0), 1
     inputs = 0 if kind is LayerKind.TRANSPOSED else 1
     if style.kind is Kind.ROW:
         return (inputs, style.packs) if own == "weight" else None

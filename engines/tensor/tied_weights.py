@@ -8,7 +8,7 @@ from itertools import chain
 from torch import nn
 
 from engines.tensor.layers import slices_of
-from engines.tensor.styles import Style, cutting
+from engines.tensor.styles import LAYER_KINDS, Kind, Style
 from profiles.model.flow import GLUE, LOSS, Flow
 
 Place = tuple[str, str]
@@ -60,7 +60,8 @@ def _is_cut_alike(
         here = {
             slices_of(model.get_submodule(path), style).get(own)
             for path, own in places
-            if (style := cutting(styles.get(path, ()))) is not None
+            for style in styles.get(path, ())
+            if style.kind in LAYER_KINDS or (style.kind is Kind.BIAS and own in style.sizes)
         }
         cuts |= here or {None}
     return len(cuts) == 1

@@ -149,6 +149,9 @@ class _Record:
         self._note(part)
         return part
 
+    def scatter(self, whole: Tensor, cut: Slice) -> Tensor:
+        return self.copy(whole)
+
     def split_tokens(self, whole: Tensor) -> Tensor:
         return self.copy(whole)
 
@@ -203,6 +206,19 @@ class _SimulatedRank:
         if not _close(part, cut.part(event.value, rank=self.rank, size=self.size)):
             raise _UnitDiffers("an output is not a part of the whole output")
         return _through(part, event.value, lambda g: cut.part(g, rank=self.rank, size=self.size))
+
+    def scatter(self, whole: Tensor, cut: Slice) -> Tensor:
+        event = self._take()
+        if not _close(whole, event.value):
+            raise _UnitDiffers("an input that should be whole is not")
+        parts = [cut.part(whole, rank=rank, size=self.size) for rank in range(self.size)]
+
+        def placed(gradient: Tensor) -> Tensor:
+            """This rank's gradient at its place, zeros elsewhere."""
+            others = [torch.zeros_like(part) for part in parts]
+            return cut.whole([*others[: self.rank], gradient, *others[self.rank + 1 :]])
+
+        return _through(whole, parts[self.rank], lambda g: event.contribute_gradient(placed(g)))
 
     def split_tokens(self, whole: Tensor) -> Tensor:
         event = self._take()

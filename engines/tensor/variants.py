@@ -25,11 +25,10 @@ def variants(
 
     The right one is found by trial (`unit_proof`).
     """
-    layers = (*pair.columns, *pair.rows)
     widths = {features(unit.get_submodule(path))[1] for path in pair.columns}
     widths.add(features(unit.get_submodule(pair.rows[0]))[0])
     for counted in _counts(pair, unit, widths, size):
-        chosen: Styles = {path: (styles[path],) for path in layers}
+        chosen: Styles = {path: (styles[path],) for path in pair.layers}
         for path, names in counted.items():
             chosen[path] = (Style(kind=Kind.SIZES, sizes=names),)
         yield chosen
@@ -106,6 +105,18 @@ def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Co
         if choice not in choices:
             choices.append(choice)
     return choices
+
+
+def united(taken: Styles, more: Styles) -> Styles:
+    """`taken` with `more` in place of a module's styles, but for the tensors by head that both
+    name: two pairs may lie in one module."""
+    return {
+        **taken,
+        **{
+            path: ordered((*(s for s in taken.get(path, ()) if s.kind is Kind.BIAS), *styles))
+            for path, styles in more.items()
+        },
+    }
 
 
 ALONE = (SPLIT, Style(kind=Kind.ENTRY), Style(kind=Kind.EXIT))

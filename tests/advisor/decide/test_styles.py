@@ -15,8 +15,8 @@ from tests.engines.cases import CASES, profile_of, token_loss
 from tests.nightly import nightly
 
 FAMILIES = (
-    "BART", "BERT", "Falcon", "Gemma 2", "GPT-2", "GPT-NeoX", "GPT-OSS", "Llama", "Mixtral",
-    "OLMo 2", "OPT", "Phi 3", "Qwen 3", "T5",
+    "BART", "BERT", "BLOOM", "Falcon", "Gemma 2", "GPT-2", "GPT-NeoX", "GPT-OSS", "Llama",
+    "Mixtral", "OLMo 2", "OPT", "Phi 3", "Qwen 3", "T5",
 )  # fmt: skip
 
 

@@ -38,18 +38,15 @@ def test_fused_heads_are_three_packs() -> None:
     assert of_block(units.FusedHeads()) == {"qkv": "column/3", "o": "row"}
 
 
-@pytest.mark.parametrize(
-    ("unit", "reason"),
-    [
-        (units.Alibi(), "the split unit does not run"),
-        (units.RelativeBias(), "a pair with a layer of kind embedding"),
-    ],
-)
-def test_layers_that_cannot_be_split_are_gathered_with_a_note(unit: nn.Module, reason: str) -> None:
-    actual = proposed(units.Stack([unit, type(unit)()]))
+def test_layers_that_cannot_be_split_are_gathered_with_a_note() -> None:
+    actual = proposed(units.Stack([units.Alibi(), units.Alibi()]))
     assert {style for path, style in actual.styles if path[-1] in "qkvo"} == {"gather"}
     reasons = {note.layer: str(note) for note in actual.notes}
-    assert f"gather, {reason}" in reasons["blocks.*.q"]
+    assert "gather, the split unit does not run" in reasons["blocks.*.q"]
+
+
+def test_a_table_of_distances_is_split_by_its_columns_which_are_heads() -> None:
+    assert of_block(units.RelativeBias()) == {**HEADS, "table": "column"}
 
 
 def test_few_key_heads_are_computed_by_several_ranks_where_queries_divide() -> None:
@@ -150,11 +147,12 @@ PLANS = {
         "model.decoder.layers.*.fc2": "row",
     },
     "BLOOM": {
-        "transformer.h.*.self_attention.query_key_value": "gather",
+        "transformer.h.*.self_attention.query_key_value": "column",
+        "transformer.h.*.self_attention.dense": "row",
         "transformer.h.*.mlp.dense_h_to_4h": "column",
     },
 }
-"""As Megatron and the models' authors split them; BLOOM's slopes have no home on a rank."""
+"""As Megatron and the models' authors split them."""
 
 
 @pytest.mark.parametrize("name", PLANS)

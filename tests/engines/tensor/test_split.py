@@ -38,6 +38,9 @@ class Alone:
     def gather(self, part: Tensor, cut: Slice, *, length: int) -> Tensor:
         raise NotImplementedError
 
+    def scatter(self, whole: Tensor, cut: Slice) -> Tensor:
+        raise NotImplementedError
+
     split_tokens = gather_tokens = join_tokens = reduce_tokens = reduce
 
 

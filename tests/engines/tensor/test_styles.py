@@ -10,12 +10,17 @@ from profiles.errors import UnknownNameError
 NAMES = ["", "h", "h.0", "h.0.up", "h.0.down", "h.1", "h.1.up", "h.1.down", "head"]
 
 
-@pytest.mark.parametrize("text", ["column", "column/3", "row", "vocab", "sizes(num_heads+width)"])
+@pytest.mark.parametrize(
+    "text",
+    ["column", "column/3", "row", "vocab", "sizes(num_heads+width)", "bias/8(alibi+return_1)"],
+)
 def test_styles_survive_parsing(text: str) -> None:
     assert str(Style.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["columns", "column/0", "sizes", "sizes()", "row(x)", "Row", ""])
+@pytest.mark.parametrize(
+    "text", ["columns", "column/0", "sizes", "sizes()", "bias/4", "row(x)", "Row", ""]
+)
 def test_an_unknown_style_is_refused_with_the_known_ones(text: str) -> None:
     with pytest.raises(UnknownNameError, match="tensor style"):
         Style.parse(text)
