@@ -16,6 +16,7 @@ from advisor.cost.tensor import (
     is_split,
     split_loss,
     token_share,
+    with_biases,
 )
 from advisor.cost.unit_load import UnitLoad, with_glue, with_less, with_whole
 from advisor.cost.work import over_expert_ranks, unit_work
@@ -317,7 +318,7 @@ def styled_units(
         made = (styled[0]._replace(tokens=tokens), *styled[1:])
         return known.setdefault((styled, tokens), made)
 
-    return [with_tokens(*each) for each in zip(model.units, applied, strict=True)]
+    return with_biases(model, map(with_tokens, model.units, applied), numerics=numerics)
 
 
 def _split_head(

@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from advisor.cost.head_bias import (
+    BiasExchange,
+    bias_exchanges,
+    handed_between,
+    is_attention_recomputed,
+    split_heads,
+    tables_by_head,
+)
 from advisor.cost.path_pattern import PathPattern
 from engines.tensor.styles import LOCAL, Kind, Style, cutting, without_numbers
 from engines.tensor.token_rules import SPLIT
 from profiles.machine.cluster import Collective
 from profiles.model.layers import LayerCost, LayerKind
-from profiles.model.profile import ParameterShape, UnitCost, UnitProfile
+from profiles.model.profile import ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.workload.optimizer_states import FP32_BYTES
 from profiles.workload.stack import TORCH, Stack
 
@@ -71,11 +79,13 @@ class AppliedStyles(NamedTuple):
         joined_at: the path of the module that gathers its input tokens (its own, or an enclosing
             one's).
         tokens: of a sample, where a unit is split by them and the profile says how many.
+        biases: of a unit, by head, that it hands to others or takes from them.
     """
 
     styles: tuple[Style, ...]
     joined_at: str | None = None
     tokens: int = 0
+    biases: tuple[BiasExchange, ...] = ()
 
 
 Styled = tuple[AppliedStyles, ...]
@@ -128,10 +138,28 @@ def _joined(unit: str, path: str) -> str:
     return f"{unit}.{path}" if unit and path else unit or path
 
 
+def with_biases(
+    model: ModelProfile, units: Iterable[Styled], *, numerics: Numerics
+) -> list[Styled]:
+    """Styles of all units, with the biases by head that split attention exchanges."""
+    handed = handed_between(model)
+    known: dict[tuple[Styled, tuple[BiasExchange, ...]], Styled] = {}
+
+    def with_its(unit: UnitProfile, styled: Styled) -> Styled:
+        if unit.name not in handed:
+            return styled
+        styles = [place.styles for place in styled[1:]]
+        biases = bias_exchanges(handed[unit.name], unit.cost(numerics).layers, styles)
+        made = (styled[0]._replace(biases=biases), *styled[1:])
+        return known.setdefault((styled, biases), made) if biases else styled
+
+    return list(map(with_its, model.units, units))
+
+
 def cut_share(layer: LayerCost, style: Style, tp: int) -> float:
     """Share of a layer's weight on the first rank, the largest, as `torch.chunk` splits."""
     length = layer.inputs if style.kind is Kind.ROW else layer.outputs
-    if layer.kind is LayerKind.EMBEDDING:
+    if layer.kind is LayerKind.EMBEDDING and style.kind is not Kind.COLUMN:
         length = layer.inputs
     each = length // style.packs
     return ceil(each / tp) / each if each else 1.0
@@ -168,6 +196,7 @@ def cut(
     by_tokens = SPLIT in styled[0].styles
     around = token_share(styled, tp)
     sums = _Sums(cost, samples, around)
+    heads = split_heads(cost.layers, [place.styles for place in styled[1:]])
     parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
     # Everything outside is split by tokens, or else between a column-wise layer and its row.
     partial = gradient_bytes if by_tokens else 0.0
@@ -202,7 +231,9 @@ def cut(
                 partial -= biases
                 tensors -= biases > 0
         if layer.kind is LayerKind.EMBEDDING:
-            sums.add(layer, own=1.0, after=around, saved=1.0)
+            is_local = style.kind is Kind.COLUMN
+            own, after = (share, share) if is_local else (1.0, around)
+            sums.add(layer, own=own, after=after, saved=1.0)
         elif row:
             sums.add(
                 layer,
@@ -214,9 +245,12 @@ def cut(
         else:
             is_local = style.kind in (Kind.COLUMN, Kind.VOCAB)
             after = share if is_local else around
-            if is_local and not by_tokens:
-                partial += sum(layer.after.parameter_gradient_bytes)
-                tensors += len(layer.after.parameter_gradient_bytes)
+            if is_local:
+                used, tables = layer.after.parameter_gradient_bytes, tables_by_head(layer, heads)
+                parameter_bytes -= sum(tables) * (1 - 1 / tp)
+                gradient_bytes -= sum(tables) * (1 - 1 / tp)
+                partial += -sum(tables) if by_tokens else sum(used) - sum(tables)
+                tensors += -len(tables) if by_tokens else len(used) - len(tables)
             sums.add(
                 layer, own=share, after=after, saved=1.0, whole_bytes=layer.input_bytes.at(samples)
             )
@@ -348,7 +382,8 @@ def _exchanges(
         given, made = layer.input_bytes.at(samples), layer.output_bytes.at(samples)
         again = stack.recomputes_whole or layer.is_recomputed
         if layer.kind is LayerKind.EMBEDDING:
-            yield TensorExchange(Collective.ALL_REDUCE, "embeddings", made, True, again)
+            if style.kind is not Kind.COLUMN:
+                yield TensorExchange(Collective.ALL_REDUCE, "embeddings", made, True, again)
             continue
         if style.kind is Kind.ROW:
             if padded is not None:
@@ -366,6 +401,11 @@ def _exchanges(
             copied = layer.same_input
         if style.kind is Kind.GATHER:
             yield TensorExchange(Collective.ALL_GATHER, "gathered outputs", made, True, again)
+    again = stack.recomputes_whole or is_attention_recomputed(cost.layers)
+    for nbytes, forward in styled[0].biases:
+        purpose = "biases by head" if forward else "gradients of biases by head"
+        payload = nbytes.at(samples)
+        yield TensorExchange(Collective.ALL_GATHER, purpose, payload, forward, forward and again)
     if padded is None:
         return
     for layer in _joining(cost, styled):
@@ -402,47 +442,3 @@ def _room(exchanges: Sequence[TensorExchange], *, in_forward: bool) -> float:
         if each.in_forward is in_forward and not (in_forward and each.kind is Collective.ALL_REDUCE)
     ]
     return max(rooms, default=0.0)
-
-
-def cut_unit(unit: UnitProfile, cost: UnitCost, styled: Styled, *, tp: int) -> UnitProfile:
-    """Return `unit` with the parameters on one of `tp` ranks, for the optimizer step."""
-    shapes = list(unit.shapes)
-    parameter_bytes, gradient_bytes = float(unit.parameter_bytes), float(unit.gradient_bytes)
-    for layer, place in zip(cost.layers, styled[1:], strict=True):
-        style = cutting(place.styles)
-        if style is None or style.kind is Kind.HEADS:
-            continue
-        share = cut_share(layer, style, tp)
-        row = style.kind is Kind.ROW or layer.kind is LayerKind.EMBEDDING
-        parameter_bytes -= (layer.weight_bytes + (0 if row else layer.bias_bytes)) * (1 - share)
-        gradient_bytes -= layer.weight_gradient_bytes * (1 - share)
-        gradient_bytes -= (0 if row else layer.bias_gradient_bytes) * (1 - share)
-        outputs_first = layer.kind in (LayerKind.LINEAR, LayerKind.CONVOLUTION)
-        sizes = (layer.outputs, layer.inputs) if outputs_first else (layer.inputs, layer.outputs)
-        of_inputs = style.kind is Kind.ROW or layer.kind is LayerKind.EMBEDDING
-        dim = (1 if of_inputs else 0) if outputs_first else (0 if of_inputs else 1)
-        _cut_shape(shapes, sizes, dim=dim, share=share)
-        if not row and layer.bias_gradient_bytes:
-            _cut_shape(shapes, (layer.outputs,), dim=0, share=share)
-    return unit.model_copy(
-        update={
-            "shapes": tuple(shapes),
-            "parameter_bytes": round(parameter_bytes),
-            "gradient_bytes": round(gradient_bytes),
-        }
-    )
-
-
-def _cut_shape(
-    shapes: list[ParameterShape], sizes: tuple[int, ...], *, dim: int, share: float
-) -> None:
-    """Replace one shape that begins with `sizes` by its share along `dim`."""
-    for place, shape in enumerate(shapes):
-        if shape.sizes[: len(sizes)] != sizes or (len(sizes) == 1 and len(shape.sizes) != 1):
-            continue
-        local = list(shape.sizes)
-        local[dim] = ceil(local[dim] * share)
-        part = shape.model_copy(update={"sizes": tuple(local), "count": 1})
-        rest = [shape.model_copy(update={"count": shape.count - 1})] if shape.count > 1 else []
-        shapes[place : place + 1] = [*rest, part]
-        return

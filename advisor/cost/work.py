@@ -90,7 +90,8 @@ def unit_work(cost: UnitCost, styled: Styled, *, tp: int, samples: float) -> Uni
             share = cut_share(layer, style, tp)
             own = 1 / style.packs if style.kind is Kind.HEADS else share
             is_local = style.kind in (*LOCAL, Kind.VOCAB)
-            after = share if is_local and layer.kind is not LayerKind.EMBEDDING else rest
+            is_rows = layer.kind is LayerKind.EMBEDDING and style.kind is not Kind.COLUMN
+            after = share if is_local and not is_rows else rest
         product = _own(layer, None if style is None else style.kind, own, samples)
         if product is not None:
             products.append(product)
