@@ -316,11 +316,12 @@ class _Builder:
     def _is_legal(self, pp: int, tp: int, cp: int, data: DataDegrees, recompute: Recompute) -> bool:
         """Return True if a plan is legal, whatever its batch split and schedule.
 
-        It depends on which degrees are 1, on cp, and on the ranks that a shard group of HSDP spans.
+        It depends on which degrees are 1, on cp, on the ranks that a shard group of HSDP spans, and
+        on whether data-parallel ranks are divisible by ep.
         """
         span = data.shard * cp * tp if data.kind is DataParallel.HYBRID_SHARD else 0
-        ranks = data.replicate * data.shard if self._partial.fixes("ep") else 0
-        key = (pp > 1, tp > 1, cp, data.kind, span, ranks, recompute)
+        left = data.replicate * data.shard % (self._partial.ep or 1)
+        key = (pp > 1, tp > 1, cp, data.kind, span, left, recompute)
         if key not in self._legal:
             plan = self._representative(pp, tp, cp, data, recompute)
             whole = self._facts.workload.optimizer.whole_because
