@@ -20,9 +20,10 @@ from advisor.cost.compute import (
 )
 from advisor.cost.exposed import reduced_share
 from advisor.cost.ledger import AlgorithmCache, Ledger
-from advisor.cost.loads import Loads, loads_of, styled_units
+from advisor.cost.loads import Loads, loads_of
 from advisor.cost.local_units import local_units
 from advisor.cost.memory import added_share, shard_degree
+from advisor.cost.run_loads import RunLoad, run_loads, styled_units
 from advisor.cost.runs import UnitRun, runs_of
 from advisor.cost.small_collectives import experts_s, summed_s
 from advisor.cost.stage import StageCost
@@ -52,6 +53,7 @@ class CostContext:
         self.stages = StageBorders(facts.model, facts.cluster)
         self._algorithms: AlgorithmCache = {}
         self._loads: dict[tuple[object, ...], Loads] = {}
+        self._of_runs: dict[tuple[object, ...], tuple[RunLoad, ...]] = {}
         self._stages: dict[tuple[object, ...], dict[object, StageCost]] = {}
         self._chunks: dict[tuple[object, ...], dict[object, StageMemory]] = {}
         self._computing: dict[tuple[object, ...], Computing] = {}
@@ -159,12 +161,27 @@ class CostContext:
                 is_sharded=is_sharded,
                 expert_shards=expert_shards,
                 keeps_whole=keeps_whole,
-                runs=self.runs,
-                styled=self._styled_units(plan),
+                of_runs=self._run_loads(plan, samples),
                 stack=self.stack,
             )
             self._loads[key] = anchored.loads(counted, self.facts.cluster)
         return self._loads[key]
+
+    def _run_loads(self, plan: Plan, samples: int) -> tuple[RunLoad, ...]:
+        """Loads before experts are split, cached for all degrees of ep and ways to shard."""
+        key = self.numerics(plan), samples, plan.tp, self.styles(plan), plan.cp
+        if key not in self._of_runs:
+            self._of_runs[key] = run_loads(
+                self.facts.model,
+                numerics=key[0],
+                samples=samples,
+                tp=plan.tp,
+                cp=plan.cp,
+                runs=self.runs,
+                styled=self._styled_units(plan),
+                stack=self.stack,
+            )
+        return self._of_runs[key]
 
     def stages_of(self, plan: Plan) -> dict[object, StageCost]:
         """Cache of stages, shared by plans with the same stage costs."""

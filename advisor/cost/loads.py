@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from advisor.cost.axes import EXPERTS_PER_TOKEN, over_experts, over_tokens, split_experts
-from advisor.cost.runs import UnitRun, divided, runs_of
-from advisor.cost.tensor import (
-    UNSTYLED,
-    Styled,
-    Styles,
-    cut,
-    is_split,
-    split_loss,
-    token_share,
-    with_biases,
-)
-from advisor.cost.unit_load import UnitLoad, with_glue, with_less, with_whole
-from advisor.cost.work import over_expert_ranks, unit_work
-from engines.tensor.styles import Kind, Style
-from engines.tensor.token_rules import SPLIT, tokens_of
-from profiles.model.layers import LayerCost, LayerKind
-from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics, UnitCost, UnitProfile
+from advisor.cost.axes import EXPERTS_PER_TOKEN, over_experts
+from advisor.cost.run_loads import RunLoad, element_bytes, run_loads, split_head, styled_units
+from advisor.cost.runs import runs_of
+from advisor.cost.tensor import split_loss, token_share
+from advisor.cost.unit_load import UnitLoad, with_glue, with_whole
+from advisor.cost.work import over_expert_ranks
+from profiles.model.layers import LayerCost
+from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics
 from profiles.model.source import CaptureSource
-from profiles.workload.new_memory import mapped
 from profiles.workload.optimizer_states import FP32_BYTES
 from profiles.workload.stack import TORCH, Loss, Stack
 
@@ -198,8 +187,7 @@ def loads_of(
     is_sharded: bool = False,
     expert_shards: int = 0,
     keeps_whole: bool = False,
-    runs: Sequence[UnitRun] | None = None,
-    styled: Sequence[Styled] | None = None,
+    of_runs: Sequence[RunLoad] | None = None,
     stack: Stack = TORCH,
 ) -> Loads:
     """Load of every unit of `model` on one rank, at a microbatch of `samples` under `numerics`.
@@ -212,46 +200,24 @@ def loads_of(
         expert_shards: number of ranks over which it shards everything, including experts; 0 if
             experts are unsharded.
         keeps_whole: whether FSDP2 shards what can be sharded, and leaves the rest whole.
-        runs: of the model, if known.
-        styled: styles of each unit (`styled_units`), if known.
+        of_runs: loads of the model's runs before their experts are split, if known.
         stack: whose implementation of tensor parallelism it is.
     """
-    runs = runs_of(model) if runs is None else runs
-    separate, late = {unit.name for unit in model.shard_units()}, model.reduced_at_end
-    if styled is None:
+    if of_runs is None:
         styled = styled_units(model, numerics=numerics, styles=styles if tp > 1 else ())
-    if tp > 1:
-        runs = divided(runs, styled)
-    head = _split_head(runs, styled, numerics) if tp > 1 else None
-    glue = model.glue.get(numerics, {})
-    glue_styles = next((styled[run.first] for run in runs if run.unit.name == GLUE), UNSTYLED)
-
-    def loaded(unit: UnitProfile, place: Styled, count: int = 1) -> UnitLoad:
-        load = _load(
-            unit,
-            count,
-            numerics,
-            samples / cp,
-            is_separate=unit.name in separate and unit.name != "",
-            is_late=unit.name in late and unit.gradient_bytes > 0,
-            styled=place,
+        of_runs = run_loads(
+            model,
+            numerics=numerics,
+            samples=samples,
             tp=tp,
+            cp=cp,
+            runs=runs_of(model),
+            styled=styled,
             stack=stack,
         )
-        if cp == 1:
-            return load
-        element_bytes, cost = _element_bytes(model, numerics), unit.cost(numerics)
-        return over_tokens(load, cost, cp=cp, samples=samples / cp, element_bytes=element_bytes)
-
+    head = split_head(of_runs, numerics) if tp > 1 else None
     loads = []
-    for run in runs:
-        unit = run.unit
-        if unit.name == GLUE and glue:
-            unit = unit.model_copy(update={"costs": {numerics: glue.get(GLUE, UnitCost())}})
-        load = loaded(unit, styled[run.first], run.count)
-        if stack.splits_experts and tp > 1 and unit.experts:
-            unit = split_experts(unit, tp=tp)
-            load = with_less(load, run.unit.parameter_bytes - unit.parameter_bytes)
+    for run, unit, place, load, code in of_runs:
         if ep > 1:
             load = over_experts(
                 load,
@@ -260,19 +226,16 @@ def loads_of(
                 per_token=model.experts_per_token,
                 is_sharded=is_sharded,
                 shards=expert_shards,
-                element_bytes=_element_bytes(model, numerics),
+                element_bytes=element_bytes(model, numerics),
                 is_torch=stack.states is None,
-                routed=_routed(model, samples / cp * token_share(styled[run.first], tp)),
+                routed=_routed(model, samples / cp * token_share(place, tp)),
             )
             load = _over_expert_ranks(load, ep)
         if keeps_whole and run.unit.whole_bytes:
             load = with_whole(load, run.unit)
         if head is not None and run.unit.name == _loss_unit(model):
             load = _with_split_loss(load, head, model, numerics, samples / cp, tp=tp, stack=stack)
-        if unit.name in glue and unit.name != GLUE:
-            code = UnitProfile(name=GLUE, kind="", costs={numerics: glue[unit.name]})
-            load = with_glue(load, loaded(code, glue_styles))
-        loads.append(load)
+        loads.append(load if code is None else with_glue(load, code))
     return Loads(
         runs=tuple(loads),
         samples=samples,
@@ -303,103 +266,11 @@ def _over_expert_ranks(load: UnitLoad, ep: int) -> UnitLoad:
     )
 
 
-def styled_units(
-    model: ModelProfile, *, numerics: Numerics, styles: Iterable[tuple[str, str]]
-) -> list[Styled]:
-    """Styles applied to each unit of `model`."""
-    wanted = Styles(styles)
-    applied = (wanted.of_unit(unit, unit.cost(numerics).layers) for unit in model.units)
-    known: dict[tuple[Styled, int], Styled] = {}
-
-    def with_tokens(unit: UnitProfile, styled: Styled) -> Styled:
-        if SPLIT not in styled[0].styles:
-            return styled
-        tokens = tokens_of(model, unit.name) or 0
-        made = (styled[0]._replace(tokens=tokens), *styled[1:])
-        return known.setdefault((styled, tokens), made)
-
-    return with_biases(model, map(with_tokens, model.units, applied), numerics=numerics)
-
-
-def _split_head(
-    runs: Sequence[UnitRun], styled: Sequence[Styled], numerics: Numerics
-) -> LayerCost | None:
-    """Layer that outputs split logits, if any."""
-    split = Style(kind=Kind.VOCAB)
-    for run in runs:
-        layers, places = run.unit.cost(numerics).layers, styled[run.first]
-        for layer, place in zip(layers, places[1:], strict=True):
-            if split in place.styles and layer.kind is not LayerKind.EMBEDDING:
-                return layer
-    return None
-
-
 def _loss_unit(model: ModelProfile) -> str:
     """Unit that computes the loss: one of its own, or code between units if the model returns its
     loss."""
     names = [unit.name for unit in model.units]
     return LOSS if LOSS in names else GLUE
-
-
-def _load(
-    unit: UnitProfile,
-    count: int,
-    numerics: Numerics,
-    samples: float,
-    *,
-    is_separate: bool,
-    is_late: bool,
-    styled: Styled,
-    tp: int,
-    stack: Stack,
-) -> UnitLoad:
-    cost = unit.cost(numerics)
-    load = UnitLoad(
-        name=unit.name,
-        is_block=unit.is_block,
-        # A model that is one unit is its own root: there is nothing to release.
-        is_separate=is_separate,
-        is_late=is_separate and is_late,
-        # A table of embeddings is looked up; one that is tied is a head's weight too.
-        is_multiplied=unit.is_shared or cost.forward_flop.at(1) > 0,
-        parameter_bytes=unit.parameter_bytes,
-        gradient_bytes=unit.gradient_bytes,
-        forward_flop=cost.forward_flop.at(samples),
-        backward_flop=cost.backward_flop.at(samples),
-        forward_moved_bytes=cost.forward_moved_bytes.at(samples),
-        backward_moved_bytes=cost.backward_moved_bytes.at(samples),
-        forward_kernels=cost.forward_kernels,
-        backward_kernels=cost.backward_kernels,
-        forward_cycles=cost.forward_cycles.at(samples),
-        backward_cycles=cost.backward_cycles.at(samples),
-        activation_bytes=cost.activation_bytes.at(samples),
-        selective_bytes=cost.selective_activation_bytes.at(samples),
-        input_bytes=cost.input_bytes.at(samples),
-        output_bytes=cost.output_bytes.at(samples),
-        forward_transient_bytes=cost.forward_transient_bytes.at(samples),
-        backward_transient_bytes=cost.backward_transient_bytes.at(samples),
-        count=count,
-        layer_bytes=sum(layer.output_bytes.at(samples) for layer in cost.layers),
-        tensors=_tensors(unit),
-        new_gradient_bytes=_new_gradient_bytes(unit),
-        work=unit_work(cost, styled, tp=tp, samples=samples),
-    )
-    if tp == 1 or not is_split(styled):
-        return load
-    own = cut(cost, unit, styled, tp=tp, samples=samples, stack=stack)
-    share = own.gradient_bytes / unit.gradient_bytes if unit.gradient_bytes else 1.0
-    load = replace(load, new_gradient_bytes=_new_gradient_bytes(unit, share=share))
-    return replace(load, **{field.name: getattr(own, field.name) for field in fields(own)})
-
-
-def _new_gradient_bytes(unit: UnitProfile, *, share: float = 1.0) -> float:
-    """See `UnitLoad`; `share`: of its gradients that a rank of the tp axis has."""
-    return sum(mapped(share * shape.nbytes) * shape.count for shape in unit.shapes)
-
-
-def _tensors(unit: UnitProfile) -> int:
-    """Trainable parameters of a unit; 1 if its shapes are unknown."""
-    return sum(shape.count for shape in unit.shapes) or int(unit.gradient_bytes > 0)
 
 
 def _with_split_loss(
@@ -441,9 +312,3 @@ def describe(name: str) -> str:
     if name == LOSS:
         return "the loss"
     return f"`{name}`" if name else "the model"
-
-
-def _element_bytes(model: ModelProfile, kind: Numerics) -> int:
-    """Bytes per element of attention inputs."""
-    is_half = kind is not Numerics.AS_BUILT or model.dtype in ("bfloat16", "float16")
-    return 2 if is_half else 4
