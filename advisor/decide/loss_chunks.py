@@ -68,6 +68,13 @@ def _logits(plan: Plan, costs: CostModel) -> Affine:
     return cost.activation_bytes + cost.backward_transient_bytes
 
 
+def limit_s(winner: Candidate | None, policy: Policy) -> float:
+    """Return the step that plans with a chunked loss must stay below to be taken."""
+    if winner is None or policy.objective is Objective.MEMORY:
+        return np.inf
+    return winner.estimate.step_s / (1 + policy.simplicity_margin)
+
+
 def promising(whole: Search, winner: Candidate, costs: CostModel, policy: Policy) -> Rows:
     """Rows of a search with whole logits that may beat `winner` with a chunked loss.
 
@@ -75,8 +82,7 @@ def promising(whole: Search, winner: Candidate, costs: CostModel, policy: Policy
     faster by more than a tie, or whose lower bound of the peak is too high by more than that.
     """
     space, bounds, device = whole.space, whole.bounds, costs.facts.cluster.device
-    limit_s = winner.estimate.step_s / (1 + policy.simplicity_margin)
-    is_fast = bounds.step_s * (1 - ROUNDING) < limit_s
+    is_fast = bounds.step_s * (1 - ROUNDING) < limit_s(winner, policy)
     logits = _logits(winner.plan, costs)
     per_rank = space.microbatch_size / space.cp
     saved = logits.fixed + logits.per_sample * per_rank

@@ -19,6 +19,7 @@ from advisor.decide.offload import attempts, hopeless
 from advisor.decide.tree import Family, TreeTrace, belongs, in_leaf, names_hybrids
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.cache import SearchCache
+from advisor.search.columns import ROUNDING
 from advisor.search.legal import Styles, expert_degrees
 from advisor.search.ranking import (
     Candidate,
@@ -129,7 +130,8 @@ def chunk_loss(deciding: Deciding) -> None:
         return
     degrees = [winner.plan.ep] if winner else expert_degrees(costs.facts, partial)
     searches = [_chunked_search(deciding, ep) for ep in degrees]
-    taken = _preferred(searches, policy, deciding.trace)
+    below_s = loss_chunks.limit_s(winner, policy) * (1 + ROUNDING)
+    taken = _preferred(searches, policy, deciding.trace, below_s=below_s)
     if taken is not None and loss_chunks.is_better(taken.winner, winner, policy):
         deciding.searches += searches
         deciding.winner, deciding.fastest = taken.winner, taken.fastest
@@ -324,20 +326,27 @@ class _Taken:
     fastest: Candidate
 
 
-def _preferred(searches: Sequence[Search], policy: Policy, trace: TreeTrace) -> _Taken | None:
+def _preferred(
+    searches: Sequence[Search], policy: Policy, trace: TreeTrace, *, below_s: float = np.inf
+) -> _Taken | None:
     """Return the preferred plan of the tree's families, or of all plans if the policy does not
-    follow the tree or none of its families fits.
+    follow the tree or none of its families fits; None if its step is not below `below_s`.
 
     The fastest plan of all searches comes first: it sets one limit for ties.
     """
     if policy.objective is Objective.TREE:
-        taken = _preferred_of([(s, _rows_in_leaf(s, trace)) for s in searches], policy)
+        pool = [(search, _rows_in_leaf(search, trace)) for search in searches]
+        taken = _preferred_of(pool, policy, below_s=below_s)
         if taken is not None:
             return taken
-    return _preferred_of([(search, search.rows) for search in searches], policy)
+        if below_s < np.inf and any(search.has_fitting(rows) for search, rows in pool):
+            return None
+    return _preferred_of([(s, s.rows) for s in searches], policy, below_s=below_s)
 
 
-def _preferred_of(pool: Sequence[tuple[Search, Rows]], policy: Policy) -> _Taken | None:
+def _preferred_of(
+    pool: Sequence[tuple[Search, Rows]], policy: Policy, *, below_s: float = np.inf
+) -> _Taken | None:
     if policy.objective is Objective.MEMORY:
         smallest = (search.smallest(rows) for search, rows in pool)
         winner = min(filter(None, smallest), key=smallest_first, default=None)
@@ -346,8 +355,9 @@ def _preferred_of(pool: Sequence[tuple[Search, Rows]], policy: Policy) -> _Taken
     # A fast plan that is found early leaves out most of the other spaces.
     for search, rows in sorted(pool, key=lambda part: part[0].least_step_s(part[1])):
         # One as fast may be simpler, so equal times are not excluded.
-        below_s = np.nextafter(fastest.estimate.step_s, np.inf) if fastest else np.inf
-        of_space = search.fastest(rows, below_s=float(below_s))
+        if fastest is not None:
+            below_s = float(np.nextafter(fastest.estimate.step_s, np.inf))
+        of_space = search.fastest(rows, below_s=below_s)
         fastest = min(filter(None, (fastest, of_space)), key=fastest_first, default=None)
     if fastest is None or policy.objective is not Objective.TREE:
         return _Taken(fastest, fastest) if fastest else None

@@ -171,6 +171,15 @@ class Search:
         bounds = self.bounds.fitting_s
         return self._least(self._may_fit(rows), bounds, fastest_first, below=below_s)
 
+    def has_fitting(self, rows: Rows) -> bool:
+        """Return True if any of `rows` fits; those that need least memory are tried first."""
+        rows = self._may_fit(rows)
+        for index in rows[np.argsort(self.bounds.peak_high_bytes[rows], kind="stable")].tolist():
+            candidate = None if self._cannot_fit(index) else self.candidate(index)
+            if candidate is not None and candidate.fits:
+                return True
+        return False
+
     def smallest(self, rows: Rows) -> Candidate | None:
         """Smallest of `rows` that fits."""
         return self._least(self._may_fit(rows), self.bounds.peak_high_bytes, smallest_first)
