@@ -194,17 +194,6 @@ def late_bytes(
     return after
 
 
-def next_separate(units: Sequence[UnitLoad], *, backward: bool) -> list[int]:
-    """For each entry, the index of the one prefetched during it; -1 for none."""
-    order = range(len(units))
-    following, upcoming = [-1] * len(units), -1
-    for i in order if backward else reversed(order):
-        following[i] = upcoming
-        if units[i].is_separate:
-            upcoming = i
-    return following
-
-
 def own_gradients(buffer_bytes: float, loads: Loads, stack: Stack) -> Gradients:
     """Gradients in a stack's own buffers; a product writes each in the compute dtype before it is
     accumulated, unless the kernel accumulates."""

@@ -8,7 +8,8 @@ so the peak is one moment and not a sum of maxima. Stages of pipelines: `stage_m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from advisor.cost.allocator import (
     USUAL_SLACK,
@@ -25,7 +26,6 @@ from advisor.cost.buffers import (
     Gradients,
     gathered_by_torch,
     gradients_of_torch,
-    next_separate,
     own_gathered,
     own_gradients,
     reduction_share,
@@ -42,8 +42,8 @@ from advisor.cost.offload import (
     states_leave,
 )
 from advisor.cost.states import ResidentStates, resident_states, zero_level
-from advisor.cost.unit_load import UnitLoad
-from engines.plan import DataParallel, OffloadTo, Plan, Recompute
+from advisor.cost.timeline import Timeline, timeline_of
+from engines.plan import DataParallel, OffloadTo, Plan
 from profiles.machine.cluster import Device
 from profiles.model.profile import LOSS
 from profiles.workload.optimizer_states import FP32_BYTES
@@ -55,8 +55,7 @@ from profiles.workload.stack import TORCH, Stack
 UNITS_WHEN_AHEAD = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """Live bytes at one point of a step, without permanent ones; `loss` of them are the loss's."""
 
     event: str
@@ -134,7 +133,7 @@ def peak(
         kept = other_streams(plan, loads, computing=computing, copy=copy, on_device=on_device)
         idle = max(0.0, kept - fullest.total)
     return peak_at(
-        replace(fullest, gathered=fullest.gathered + exchange_bytes),
+        fullest._replace(gathered=fullest.gathered + exchange_bytes),
         plan,
         parameter_bytes=loads.parameter_bytes,
         gradient_bytes=loads.gradient_bytes,
@@ -160,6 +159,7 @@ def moments_of(
     device: Device,
     stack: Stack = TORCH,
     own_gradient_bytes: float = 0.0,
+    line: Timeline | None = None,
 ) -> list[Moment]:
     """Moments of a step before the optimizer's, on a rank that has the whole model.
 
@@ -167,8 +167,10 @@ def moments_of(
 
     Args:
         own_gradient_bytes: of all gradients, in a stack with states of its own.
+        line: of the loads, if known.
     """
-    away, on_device = activations_leave(plan, device), not states_leave(plan, device)
+    on_device = not states_leave(plan, device)
+    line = line or timeline_of(loads, plan.recompute, away=activations_leave(plan, device))
     ends: Iterable[Moment] = ()
     if stack.states is None:
         where = {"on_device": on_device, "copies": device.kind == "cpu"}
@@ -179,8 +181,8 @@ def moments_of(
         gradients = own_gradients(own_gradient_bytes, loads, stack)
         gathered = own_gathered(plan, loads)
     return [
-        *forward_moments(plan, loads, gradients, gathered, away=away),
-        *backward_moments(plan, loads, gradients, gathered, away=away),
+        *forward_moments(loads, line, gradients, gathered),
+        *backward_moments(plan, loads, line, gradients, gathered),
         *ends,
     ]
 
@@ -279,90 +281,52 @@ def largest_copy(plan: Plan, loads: Loads, stack: Stack = TORCH) -> float:
     return max((u.parameter_bytes for u in loads.separate), default=0.0) * loads.compute_share
 
 
-def saved_bytes(unit: UnitLoad, recompute: Recompute) -> float:
-    """Bytes saved from a unit's forward to its backward."""
-    if not unit.is_block or recompute is Recompute.NONE:
-        return unit.activation_bytes
-    return unit.input_bytes if recompute is Recompute.FULL else unit.selective_bytes
-
-
 def forward_moments(
-    plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered, *, away: bool = False
+    loads: Loads, line: Timeline, gradients: Gradients, gathered: Gathered
 ) -> Iterator[Moment]:
-    following = next_separate(loads.entries, backward=False)
-    before = 0.0
     for i, unit in enumerate(loads.entries):
         if unit.count == 1:
-            work = unit.input_bytes + unit.forward_transient_bytes
             yield Moment(
-                event="forward",
-                unit=unit.name,
+                "forward",
+                unit.name,
                 gradients=gradients.in_forward,
-                activations=before,
-                gathered=gathered(i, following[i], True) + gradients.carried,
-                transient=work,
-                loss=work * (unit.name == LOSS),
+                activations=line.before[i],
+                gathered=gathered(i, line.after[i], True) + gradients.carried,
+                transient=line.forward[i],
+                loss=line.forward[i] * (unit.name == LOSS),
             )
-        before += _on_device_bytes(unit, plan, away) * unit.count
-
-
-def _on_device_bytes(unit: UnitLoad, plan: Plan, away: bool) -> float:
-    """Saved bytes of a unit on the device; `away` if those of blocks are offloaded."""
-    return 0.0 if unit.is_block and away else saved_bytes(unit, plan.recompute)
-
-
-def backward_work(
-    unit: UnitLoad, recompute: Recompute, saved: float, *, is_reloaded: bool = False
-) -> float:
-    """Bytes of a unit's backward in addition to its `saved` ones: the incoming gradient,
-    temporaries, and activations that are recomputed or reloaded.
-
-    A recomputed block has all its activations while its backward runs. Offloaded ones are reloaded
-    operation by operation: at most all of them.
-    """
-    runs_again = unit.is_block and recompute is not Recompute.NONE
-    again = max(0.0, unit.activation_bytes - saved) if runs_again or is_reloaded else 0.0
-    work = again + unit.backward_transient_bytes
-    return unit.output_bytes + (max(work, unit.forward_transient_bytes) if runs_again else work)
 
 
 def backward_moments(
-    plan: Plan, loads: Loads, gradients: Gradients, gathered: Gathered, *, away: bool = False
+    plan: Plan, loads: Loads, line: Timeline, gradients: Gradients, gathered: Gathered
 ) -> Iterator[Moment]:
     """Moments of each unit's backward with its recomputed forward, and its reduction."""
     units = loads.entries
-    following = next_separate(units, backward=True)
-    saved = [_on_device_bytes(unit, plan, away) for unit in units]
-    live = sum(mine * unit.count for mine, unit in zip(saved, units, strict=True))
+    # ZeRO-2 keeps parameters where microbatches follow, of which each is reduced.
+    keeps = plan.data_parallel is DataParallel.ZERO2 and plan.forwards > 1
     for i in reversed(range(len(units))):
         unit = units[i]
         if unit.count > 1:
-            live -= saved[i] * unit.count
             continue
-        work = backward_work(unit, plan.recompute, saved[i], is_reloaded=unit.is_block and away)
         live_gradients = gradients.in_backward(i)
+        held = gathered(i, line.following[i], False)
         yield Moment(
-            event="backward",
-            unit=unit.name,
+            "backward",
+            unit.name,
             gradients=live_gradients,
-            activations=live,
-            gathered=gathered(i, following[i], False) + gradients.buffers(i),
-            transient=work,
-            loss=(saved[i] + work) * (unit.name == LOSS),
+            activations=line.live[i],
+            gathered=held + gradients.buffers(i),
+            transient=line.backward[i],
+            loss=(line.saved[i] + line.backward[i]) * (unit.name == LOSS),
         )
-        live -= saved[i]
         if gradients.reduced is not None and unit.is_separate and not unit.is_late:
-            # ZeRO-2 keeps parameters where microbatches follow, of which each is reduced.
-            keeps = plan.data_parallel is DataParallel.ZERO2 and plan.forwards > 1
             freed = 0.0 if keeps else unit.parameter_bytes
             yield Moment(
-                event="reduction",
-                unit=unit.name,
+                "reduction",
+                unit.name,
                 gradients=live_gradients,
-                activations=live,
-                gathered=gathered(i, following[i], False)
-                - freed * loads.compute_share
-                + gradients.reduced(i),
+                activations=line.live[i] - line.saved[i],
+                gathered=held - freed * loads.compute_share + gradients.reduced(i),
                 transient=unit.input_bytes,
             )
 
@@ -420,4 +384,4 @@ def _step_in_chunks(plan: Plan, loads: Loads, update: Upkeep, device: Device) ->
     gradient_bytes = 0.0 if states_leave(plan, device) else loads.gradient_bytes
     whole = optimizer_step(plan, gradient_bytes, update, device)
     fetched = update.state_bytes if device.kind != "cpu" else 0.0
-    return replace(whole, transient=(whole.transient + fetched) * chunk_share(loads))
+    return whole._replace(transient=(whole.transient + fetched) * chunk_share(loads))

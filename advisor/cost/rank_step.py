@@ -15,9 +15,9 @@ from advisor.cost.allocator import workspace_bytes
 from advisor.cost.buffers import KEEPS_PARAMETERS, WHOLE, shard_degree
 from advisor.cost.context import CostContext
 from advisor.cost.loads import Loads
-from advisor.cost.memory import saved_bytes
 from advisor.cost.orders import ONE_STAGE, PassKind, order_of
 from advisor.cost.staged import laid_out, received_bytes
+from advisor.cost.timeline import saved_bytes
 from advisor.cost.unit_load import UnitLoad
 from engines.plan import DataParallel, Offload, Plan, Recompute, Schedule
 from profiles.allocator.step_replay import Pass, Replayed, Resident, UnitMemory, replay_stages

@@ -7,7 +7,7 @@ of microbatches in flight, unsharded gradients until the round ends, and receive
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, compress
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,12 +35,12 @@ from advisor.cost.memory import (
     largest_copy,
     optimizer_step,
     peak_at,
-    saved_bytes,
 )
 from advisor.cost.offload import states_leave
 from advisor.cost.orders import InFlight, PassKind
 from advisor.cost.round_shares import round_shares
 from advisor.cost.states import resident_states
+from advisor.cost.timeline import saved_bytes, timeline_of
 from engines.plan import Plan, Schedule
 from profiles.machine.cluster import Device
 from profiles.model.profile import LOSS
@@ -115,20 +115,18 @@ def chunk_of(
     gathered: Gathered = by_torch
     if stack.states is not None:
         gradients, gathered = own_gradients(0.0, loads, stack), own_gathered(plan, loads)
-    forward = max(
-        forward_moments(plan, loads, gradients, gathered),
-        key=lambda moment: moment.total,
-    )
-    backwards = list(backward_moments(plan, loads, gradients, gathered))
+    line = timeline_of(loads, plan.recompute)
+    forward = _fullest(forward_moments(loads, line, gradients, gathered))
+    backwards = list(backward_moments(plan, loads, line, gradients, gathered))
     multiplied = sum(u.parameter_bytes * u.count * u.is_multiplied for u in loads.runs)
     cast = multiplied * share * (share != 1 and kind in WHOLE)
     own = sum(saved_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
     if stack.states is not None:
         cast = 0.0
     return StageMemory(
-        forward=replace(forward, gathered=forward.gathered + cast),
-        backward=replace(
-            max(backwards, key=lambda moment: moment.total - moment.gradients), gradients=0.0
+        forward=forward._replace(gathered=forward.gathered + cast),
+        backward=max(backwards, key=lambda moment: moment.total - moment.gradients)._replace(
+            gradients=0.0
         ),
         first_backward=_fullest(backwards),
         saved_bytes=between_bytes(own, received_bytes, sent_bytes, plan, stack),

@@ -15,7 +15,7 @@ from advisor.cost.borders import sent_samples
 from advisor.cost.communication import in_units
 from advisor.cost.compute import UnitTime
 from advisor.cost.loads import Loads
-from advisor.cost.memory import backward_work, saved_bytes
+from advisor.cost.timeline import backward_work, saved_bytes
 from advisor.cost.unit_load import UnitLoad
 from advisor.search.space import Floats
 from engines.legality import numerics

@@ -8,6 +8,8 @@ samples, temporaries are maxima of such sums.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from advisor.cost.allocator import upper_end
@@ -21,7 +23,9 @@ from advisor.cost.memory import (
     moments_of,
     peak_at,
 )
+from advisor.cost.offload import activations_leave
 from advisor.cost.states import ResidentStates, resident_states
+from advisor.cost.timeline import Timeline, timeline_of
 from advisor.search.columns import SMALL, Columns
 from advisor.search.space import KINDS, RECOMPUTES, Floats
 from advisor.search.step_moments import StepMoments
@@ -98,6 +102,7 @@ class _Peaks:
         # A worker's optimizer states are on servers.
         self._states_share = 0.0 if space.common.servers else 1.0
         self._states: dict[tuple[int, ...], ResidentStates] = {}
+        self._lines: dict[tuple[int, ...], Timeline] = {}
         self._keys = [space.tp, columns.shards, columns.sharded, self.kind]
         self.own = columns.each(self._keys, self._own_gradients)
 
@@ -148,16 +153,21 @@ class _Peaks:
     ) -> StepMoments:
         loads = self._columns.microbatches.exact(tp, cp, samples, recompute, sharded).loads
         settings = {
+            "cp": cp,
             "microbatch_size": samples,
             "recompute": RECOMPUTES[recompute],
             "accumulation": forwards,
         }
-        few, many = (
-            self._plan(tp, degree, kind, cp=cp).model_copy(update=settings)
-            for degree in (1, _ENDLESS)
-        )
+        few, many = (self._plan(tp, degree, kind, **settings) for degree in (1, _ENDLESS))
+        of_row = tp, cp, samples, recompute, sharded
+        if of_row not in self._lines:
+            away = activations_leave(few, self._device)
+            self._lines[of_row] = timeline_of(loads, few.recompute, away=away)
         one, endless = (
-            moments_of(plan, loads, device=self._device, stack=self._stack) for plan in (few, many)
+            moments_of(
+                plan, loads, device=self._device, stack=self._stack, line=self._lines[of_row]
+            )
+            for plan in (few, many)
         )
         fixed = np.array([moment.total for moment in endless])
         whole = np.array([moment.total for moment in one])
@@ -168,7 +178,7 @@ class _Peaks:
             ahead=UNITS_WHEN_AHEAD * largest_copy(few, loads, self._stack),
         )
 
-    def _plan(self, tp: int, degree: int, kind: DataParallel, *, cp: int = 1) -> Plan:
+    def _plan(self, tp: int, degree: int, kind: DataParallel, **settings: Any) -> Plan:
         """Plan of this kind whose states, if sharded, are sharded over `degree` x cp ranks."""
         space = self._columns.space
         replicas = degree if kind in KEEPS_PARAMETERS else 1
@@ -177,7 +187,6 @@ class _Peaks:
         in_shards = kind.is_sharded and kind not in KEEPS_PARAMETERS
         return Plan.model_construct(
             tp=tp,
-            cp=cp,
             ep=space.ep,
             tensor_styles=space.styles[tp],
             data_parallel=kind,
@@ -186,6 +195,7 @@ class _Peaks:
             precision=space.precision,
             offload=space.offload,
             offload_to=space.offload_to,
+            **settings,
         )
 
     def _loads(self, tp: int, sharded: int) -> Loads:
