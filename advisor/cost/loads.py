@@ -15,6 +15,7 @@ from advisor.cost.work import over_expert_ranks
 from profiles.model.layers import LayerCost
 from profiles.model.profile import GLUE, LOSS, ModelProfile, Numerics
 from profiles.model.source import CaptureSource
+from profiles.model.work import ProductKind
 from profiles.workload.optimizer_states import FP32_BYTES
 from profiles.workload.stack import TORCH, Loss, Stack
 
@@ -254,6 +255,8 @@ def _routed(model: ModelProfile, samples: float) -> float:
 
 def _over_expert_ranks(load: UnitLoad, ep: int) -> UnitLoad:
     """Remove weight reads of experts on other ranks."""
+    if not any(each.kind is ProductKind.GROUPED for each in load.work.products):
+        return load
     work = over_expert_ranks(load.work, ep)
     pairs = list(zip(load.work.products, work.products, strict=True))
     forward = sum(old.forward_bytes - new.forward_bytes for old, new in pairs)

@@ -316,12 +316,18 @@ class _Builder:
     def _is_legal(self, pp: int, tp: int, cp: int, data: DataDegrees, recompute: Recompute) -> bool:
         """Return True if a plan is legal, whatever its batch split and schedule.
 
-        It depends on which degrees are 1, on cp, on the ranks that a shard group of HSDP spans, and
-        on whether data-parallel ranks are divisible by ep.
+        It depends on which degrees are 1, and on whether ep divides the data-parallel ranks, the
+        chunks of cp a sequence, and nodes the ranks that a shard group of HSDP spans, or these a
+        node.
         """
-        span = data.shard * cp * tp if data.kind is DataParallel.HYBRID_SHARD else 0
-        left = data.replicate * data.shard % (self._partial.ep or 1)
-        key = (pp > 1, tp > 1, cp, data.kind, span, left, recompute)
+        tokens, node = self._facts.model.tokens_per_sample or 0, self._facts.cluster.domain_devices
+        span = data.shard * cp * tp if data.kind is DataParallel.HYBRID_SHARD else 1
+        divides = (
+            data.replicate * data.shard % (self._partial.ep or 1) == 0,
+            tokens % (2 * cp) == 0,
+            node % span == 0 or span % node == 0,
+        )
+        key = (pp > 1, tp > 1, cp > 1, data.kind, recompute, *divides)
         if key not in self._legal:
             plan = self._representative(pp, tp, cp, data, recompute)
             whole = self._facts.workload.optimizer.whole_because

@@ -131,6 +131,8 @@ class _Peaks:
 
     def _moments(self, row: int, kind: DataParallel, forwards: int, samples: int) -> StepMoments:
         columns, space = self._columns, self._columns.space
+        if kind is DataParallel.HYBRID_SHARD and self._stack.states is None:
+            kind = DataParallel.FULL_SHARD  # a replica's ranks hold the same
         tp, cp, recompute = int(space.tp[row]), int(space.cp[row]), int(space.recompute[row])
         sharded = int(columns.sharded[row])
         of_row = (tp, cp, samples, recompute, sharded)
@@ -158,17 +160,21 @@ class _Peaks:
             "recompute": RECOMPUTES[recompute],
             "accumulation": forwards,
         }
-        few, many = (self._plan(tp, degree, kind, **settings) for degree in (1, _ENDLESS))
+        # Without shards the degree does not matter.
+        degrees = (1, _ENDLESS) if kind.is_sharded else (1,)
+        plans = [self._plan(tp, degree, kind, **settings) for degree in degrees]
+        few = plans[0]
         of_row = tp, cp, samples, recompute, sharded
         if of_row not in self._lines:
             away = activations_leave(few, self._device)
             self._lines[of_row] = timeline_of(loads, few.recompute, away=away)
-        one, endless = (
+        moments = [
             moments_of(
                 plan, loads, device=self._device, stack=self._stack, line=self._lines[of_row]
             )
-            for plan in (few, many)
-        )
+            for plan in plans
+        ]
+        one, endless = moments[0], moments[-1]
         fixed = np.array([moment.total for moment in endless])
         whole = np.array([moment.total for moment in one])
         return StepMoments(
