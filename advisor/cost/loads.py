@@ -76,7 +76,7 @@ class Loads:
             for _ in range(run.count):
                 yield replace(run, name=next(names), count=1)
 
-    @property
+    @cached_property
     def separate(self) -> tuple[UnitLoad, ...]:
         return tuple(unit for unit in self.runs if unit.is_separate)
 

@@ -18,7 +18,7 @@ from advisor.cost.compute import optimizer_s
 from advisor.cost.sharded import Sharded
 from advisor.search.cache import SearchCache
 from advisor.search.microbatch import ExtrapolatedMicrobatch, Microbatch
-from advisor.search.space import KINDS, RECOMPUTES, Floats, Integers, Space
+from advisor.search.space import KINDS, RECOMPUTES, Floats, Integers, Space, plan_with
 from engines.plan import DataParallel, Plan
 from profiles.machine.cluster import Collective
 from profiles.workload.optimizers import Upkeep
@@ -70,7 +70,7 @@ class Microbatches:
         return self._extrapolated[key].at(size)
 
     def _microbatch(self, tp: int, cp: int, size: int, recompute: int, sharded: int) -> Microbatch:
-        plan = Plan.model_construct(
+        plan = plan_with(
             tp=tp,
             cp=cp,
             ep=self._space.ep,
@@ -200,7 +200,7 @@ class Columns:
 
     def _plan(self, tp: int, shards: int, sharded: int, *, cp: int = 1, replicas: int = 1) -> Plan:
         """Plan whose ranks have this part of the parameters."""
-        return Plan.model_construct(
+        return plan_with(
             tp=tp,
             cp=cp,
             ep=self.space.ep,
@@ -284,7 +284,7 @@ class Columns:
             nbytes, share = self._whole[tp].loads.common_gradient_bytes, self.costs.reduced_share
             if pp > 1:
                 return self._seconds(Collective.ALL_REDUCE, share * nbytes, replicas, tp)
-            plan = Plan.model_construct(
+            plan = plan_with(
                 tp=tp,
                 dp_replicate=replicas,
                 data_parallel=DataParallel.REPLICATE,

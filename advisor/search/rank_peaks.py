@@ -21,9 +21,9 @@ from advisor.cost.orders import FULL_AFTER, SPLITS_BACKWARD, PassKind, moments_o
 from advisor.cost.round_shares import RoundShares, round_shares
 from advisor.cost.stage_memory import between_bytes
 from advisor.search.cache import SearchCache
-from advisor.search.space import KINDS, SCHEDULES, Floats, Space
+from advisor.search.space import KINDS, SCHEDULES, Floats, Space, plan_with
 from advisor.search.stage_segments import segments_of
-from engines.plan import DataParallel, Plan, Schedule
+from engines.plan import DataParallel, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class RankPeaks:
         degrees = (int(space.dp_replicate[index]), int(space.dp_shard[index]))
         key = (int(space.kind[index]), *degrees, int(space.cp[index]), several)
         if key not in self._shares:
-            plan = Plan.model_construct(
+            plan = plan_with(
                 pp=2,
                 cp=int(space.cp[index]),
                 data_parallel=kind,

@@ -196,6 +196,14 @@ class Space:
 
 COLUMNS = tuple(field.name for field in fields(Space))[:12]
 
+_DEFAULTS = Plan.model_construct()
+
+
+def plan_with(**settings: object) -> Plan:
+    """Plan with these settings and defaults for all others, for costs that depend on no others: it
+    is not validated."""
+    return _DEFAULTS.model_copy(update=settings)
+
 
 def divisors(number: int) -> list[int]:
     """Divisors of `number`, ascending.

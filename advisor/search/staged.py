@@ -18,9 +18,9 @@ from advisor.cost.round_shares import RoundShares, round_shares
 from advisor.cost.shared_cores import speedup_alone
 from advisor.cost.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
 from advisor.search.columns import ROUNDING, Columns, unique
-from advisor.search.space import KINDS, SCHEDULES, Floats, Integers, Space
+from advisor.search.space import KINDS, SCHEDULES, Floats, Integers, Space, plan_with
 from advisor.search.stage_segments import backward_bytes
-from engines.plan import Plan, Schedule
+from engines.plan import Schedule
 
 _NAIVE = SCHEDULES.index(Schedule.NAIVE)
 _GPIPE = SCHEDULES.index(Schedule.GPIPE)
@@ -359,7 +359,7 @@ def _shares(columns: Columns) -> _Shares:
     device = costs.facts.cluster.device
 
     def of(kind: int, degree: int, again: int, halves: int) -> RoundShares:
-        plan = Plan.model_construct(
+        plan = plan_with(
             pp=2,
             data_parallel=KINDS[kind],
             dp_replicate=degree if KINDS[kind] in KEEPS_PARAMETERS else 1,

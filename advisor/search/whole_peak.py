@@ -27,7 +27,7 @@ from advisor.cost.offload import activations_leave
 from advisor.cost.states import ResidentStates, resident_states
 from advisor.cost.timeline import Timeline, timeline_of
 from advisor.search.columns import SMALL, Columns
-from advisor.search.space import KINDS, RECOMPUTES, Floats
+from advisor.search.space import KINDS, RECOMPUTES, Floats, plan_with
 from advisor.search.step_moments import StepMoments
 from engines.plan import DataParallel, Plan
 from profiles.workload.optimizers import Upkeep
@@ -191,7 +191,7 @@ class _Peaks:
         if kind in (DataParallel.REPLICATE, DataParallel.HYBRID_SHARD):
             replicas = 2
         in_shards = kind.is_sharded and kind not in KEEPS_PARAMETERS
-        return Plan.model_construct(
+        return plan_with(
             tp=tp,
             ep=space.ep,
             tensor_styles=space.styles[tp],
