@@ -65,19 +65,24 @@ def borders_of(model: CostContext, plan: Plan, ends: Sequence[int]) -> list[Bord
     ledger, stride = model.ledger(), plan.world_size // plan.pp
     samples, cluster = sent_samples(plan, model.stack), model.facts.cluster
     groups = charged_groups(cluster, plan.schedule, ranks=plan.pp, stages=len(ends) - 1)
-    borders = []
+    shares = model.shares(plan)
+    borders: list[Border] = []
+    alike: dict[tuple[float, float, int], Border] = {}
     for place, group_size in zip(ends[1:-1], groups, strict=True):
         activations, gradients = model.stages.crossing(
-            place, numerics=kind, samples=samples, shares=model.shares(plan)
+            place, numerics=kind, samples=samples, shares=shares
         )
-        seconds = ledger.charge(
-            Collective.SEND_RECV,
-            "",
-            max(activations, gradients),
-            group_size=group_size,
-            stride=stride,
-        )
-        borders.append(Border(activations, gradients, seconds, group_size))
+        key = activations, gradients, group_size
+        if key not in alike:
+            seconds = ledger.charge(
+                Collective.SEND_RECV,
+                "",
+                max(activations, gradients),
+                group_size=group_size,
+                stride=stride,
+            )
+            alike[key] = Border(activations, gradients, seconds, group_size)
+        borders.append(alike[key])
     return borders
 
 

@@ -118,24 +118,27 @@ def _rounds(
     total = chunks * microbatches
     hops = (1 if splits else 2) * (ranks - 1 - rank)
     warm_up = min((chunks - 1) * per_round + hops, total)
-
-    def place(step: int, *, backward: bool) -> tuple[int, int]:
-        round_, within = divmod(step, per_round * chunks)
-        chunk, offset = divmod(within, per_round)
-        chunk = chunks - 1 - chunk if backward else chunk
-        return chunk * ranks + rank, round_ * per_round + offset
-
-    for step in range(warm_up):
-        yield Action(PassKind.FORWARD, *place(step, backward=False))
-    for step in range(total):
+    kind, last = PassKind.INPUT if splits else PassKind.BACKWARD, chunks - 1
+    steps = _steps(per_round, chunks, total)
+    forwards = [Action(PassKind.FORWARD, chunk * ranks + rank, which) for chunk, which in steps]
+    backwards = [Action(kind, (last - chunk) * ranks + rank, which) for chunk, which in steps]
+    yield from forwards[:warm_up]
+    for step, backward in enumerate(backwards):
         if step + warm_up < total:
-            yield Action(PassKind.FORWARD, *place(step + warm_up, backward=False))
-        yield Action(PassKind.INPUT if splits else PassKind.BACKWARD, *place(step, backward=True))
+            yield forwards[step + warm_up]
+        yield backward
         if splits and step >= rank:
-            yield Action(PassKind.WEIGHT, *place(step - rank, backward=True))
+            yield backwards[step - rank]._replace(kind=PassKind.WEIGHT)
     if splits:
-        for step in range(max(0, total - rank), total):
-            yield Action(PassKind.WEIGHT, *place(step, backward=True))
+        for backward in backwards[max(0, total - rank) :]:
+            yield backward._replace(kind=PassKind.WEIGHT)
+
+
+@lru_cache(maxsize=64)
+def _steps(per_round: int, chunks: int, total: int) -> tuple[tuple[int, int], ...]:
+    """(Stage of the rank, microbatch) of each forward; backwards begin with the last stage."""
+    places = (divmod(step, per_round) for step in range(total))
+    return tuple((block % chunks, block // chunks * per_round + offset) for block, offset in places)
 
 
 def _zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:

@@ -172,9 +172,11 @@ class Search:
         return self._least(self._may_fit(rows), bounds, fastest_first, below=below_s)
 
     def has_fitting(self, rows: Rows) -> bool:
-        """Return True if any of `rows` fits; those that need least memory are tried first."""
+        """Return True if any of `rows` fits; those with few stages are tried first, which are
+        estimated fastest, and of these the smallest."""
         rows = self._may_fit(rows)
-        for index in rows[np.argsort(self.bounds.peak_high_bytes[rows], kind="stable")].tolist():
+        order = np.lexsort((self.bounds.peak_high_bytes[rows], self.space.pp[rows]))
+        for index in rows[order].tolist():
             candidate = None if self._cannot_fit(index) else self.candidate(index)
             if candidate is not None and candidate.fits:
                 return True
