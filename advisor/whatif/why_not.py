@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from advisor.cost import CostModel, Estimate
 from advisor.decide.candidates import nearest_settings, searched, why_illegal
-from advisor.decide.comparison import PlanVerdict, compare
+from advisor.decide.comparison import PlanVerdict, best_of, compare
 from advisor.decide.decision import Decision
 from advisor.inputs.policy import Objective
 from advisor.inputs.wrapped import ShownAsText
 from advisor.search.cache import SearchCache
-from advisor.search.ranking import tie_limit_s
+from advisor.search.ranking import Candidate, tie_limit_s
 from engines.plan import PartialPlan, Plan, read_settings
 from profiles.record import Record
 
@@ -37,12 +37,7 @@ def why_not(decision: Decision, settings: str) -> WhyNot:
     """See `Decision.why_not`."""
     asked = read_settings(settings)
     partial = _without_conflicts(decision.partial, asked).fixing(**asked.fixed)
-    search = searched(SearchCache(CostModel(decision.facts)), partial, decision.policy)
-    limit_s = tie_limit_s(decision.fastest_step_s, decision.policy)
-    tied = None
-    if decision.policy.objective is Objective.TREE:
-        tied = search.simplest(search.rows, limit_s)
-    best = tied or search.strongest(search.rows)
+    best = _best(decision, partial)
     if best is None:
         why = [problem.what for problem in why_illegal(decision.facts, partial)]
         why += nearest_settings(decision.facts, partial)
@@ -63,6 +58,24 @@ def why_not(decision: Decision, settings: str) -> WhyNot:
         plan=best.plan,
         estimate=best.estimate,
     )
+
+
+def _best(decision: Decision, partial: PartialPlan) -> Candidate | None:
+    """The preferred plan with `partial`; with a chunked loss too, if the choice has one."""
+    cache, policy = SearchCache(CostModel(decision.facts)), decision.policy
+    ways = [partial]
+    if decision.plan.loss_chunks > 1 and not partial.fixes("loss_chunks"):
+        ways.append(partial.fixing(loss_chunks=decision.plan.loss_chunks))
+    searches = [searched(cache, way, policy) for way in ways]
+    if policy.objective is Objective.TREE:
+        limit_s = tie_limit_s(decision.fastest_step_s, policy)
+        tied = (search.simplest(search.rows, limit_s) for search in searches)
+        first = next(filter(None, tied), None)
+        if first is not None:
+            return first
+    known = [search.strongest(search.rows) for search in searches]
+    candidates = [candidate for candidate in known if candidate is not None]
+    return best_of(candidates, policy) if candidates else None
 
 
 _DEGREES = frozenset({"dp_replicate", "dp_shard", "zero", "data_parallel"})
