@@ -12,7 +12,7 @@ from typing import Any
 from profiles.units import format_bandwidth, format_seconds
 from tests.benchmarks import aggregation, updates
 from tests.gpu.results import RESULTS as GPU
-from tests.gpu.results import CaseResult, Results
+from tests.gpu.results import UNSEEN, CaseResult, Results
 from tests.gpu.results import Row as Measured
 from tests.peers import results as peer_results
 from tests.peers.results import Peers
@@ -34,22 +34,42 @@ def _on_gpu(results: Results) -> Answer | None:
     if not rows:
         return None
     exact = sum(not row.is_beyond for row in bounded)
-    steps = [(case, row) for case, row in rows if case.part == "c" and row.term == "step"]
-    peaks = [row for _, row in rows if row.term in ("allocated", "peak")]
+    return Answer(
+        f"{results.device}: {exact} of {len(bounded)} results within their bounds of the CPU's;"
+        f" {_steps_and_peaks(results)}",
+        _worst_of(results),
+    )
+
+
+def _unseen(results: Results) -> Answer | None:
+    """Of a device and of models on which nothing was calibrated."""
+    if not results.cases:
+        return None
+    return Answer(
+        f"{results.device}, predicted before it ran: {_steps_and_peaks(results)}",
+        _worst_of(results),
+    )
+
+
+def _steps_and_peaks(results: Results) -> str:
+    steps = [row for _, row in _steps(results)]
+    terms = ("allocated", "peak")
+    peaks = [row for case in results.cases for row in case.rows if row.term in terms]
     shown = [
         f"{name} {off(errors(pairs))}"
         for name, pairs in (
-            (f"{len(steps)} steps from a bench", _pairs([r for _, r in steps], "from_bench")),
-            ("from its data sheet", _pairs([r for _, r in steps], "from_sheet")),
+            (f"{len(steps)} steps from a bench", _pairs(steps, "from_bench")),
+            ("from its data sheet", _pairs(steps, "from_sheet")),
             (f"{len(peaks)} peaks of tensors", _pairs(peaks, "from_sheet")),
         )
         if pairs
     ]
-    return Answer(
-        f"{results.device}: {exact} of {len(bounded)} results within their bounds of the CPU's;"
-        f" {listed(shown, most=6, none='no step yet')}",
-        _worst_of(results, steps),
-    )
+    return listed(shown, most=6, none="no step yet")
+
+
+def _steps(results: Results) -> list[tuple[CaseResult, Measured]]:
+    rows = ((case, row) for case in results.of_part("c") for row in case.rows)
+    return [(case, row) for case, row in rows if row.term == "step"]
 
 
 def _pairs(rows: Sequence[Measured], source: str) -> list[tuple[float, float]]:
@@ -58,7 +78,7 @@ def _pairs(rows: Sequence[Measured], source: str) -> list[tuple[float, float]]:
     return [(value, measured) for value, measured in predicted if value is not None]
 
 
-def _worst_of(results: Results, steps: Sequence[tuple[CaseResult, Measured]]) -> str:
+def _worst_of(results: Results) -> str:
     """The step that is predicted worst, and cases that went wrong."""
     ended: dict[str, list[str]] = defaultdict(list)
     for case in results.cases:
@@ -68,7 +88,7 @@ def _worst_of(results: Results, steps: Sequence[tuple[CaseResult, Measured]]) ->
         for name in ("differed", "failed", "left out")
         if ended[name]
     ]
-    known = [(case, row) for case, row in steps if row.from_bench is not None]
+    known = [(case, row) for case, row in _steps(results) if row.from_bench is not None]
     if known:
         case, row = max(known, key=lambda each: errors(_pairs([each[1]], "from_bench"))[0])
         assert row.from_bench is not None
@@ -225,6 +245,7 @@ CLAIMS = (
         "Are its numbers right, on a GPU?", "make gpu", GPU, Results.load, _on_gpu,
         lacking="not run on a GPU yet",
     ),
+    Claim("... of models and of a GPU that were new?", "make gpu", UNSEEN, Results.load, _unseen),
     Claim("... on CPU ranks here?", "make regret", REGRET, Report.load, _plans),
     Claim(
         "... of pipelines?", "python -m tests.validation.splits", splits.REPORT,

@@ -15,7 +15,7 @@ from profiles.record import Document
 from tests.benchmarks import updates
 from tests.engines.cases import cpu_ranks
 from tests.gpu.results import RESULTS as GPU
-from tests.gpu.results import CaseResult, Outcome, Results, Unit
+from tests.gpu.results import UNSEEN, CaseResult, Outcome, Results, Unit
 from tests.gpu.results import Row as Measured
 from tests.peers.results import RESULTS as PEERS
 from tests.peers.results import Answer, Entry, Peers, Race
@@ -151,6 +151,20 @@ def test_a_gpu_that_was_there_is_shown_with_what_failed_on_it(tmp_path: Path) ->
         " the median, 33% at most"
     )
     assert short == "1 failed (vit); the worst step, t5: predicted 200 ms, took 300 ms"
+
+
+def test_steps_that_were_predicted_before_they_ran_are_shown_with_the_worst(tmp_path: Path) -> None:
+    rows = (
+        Measured(term="step", unit=Unit.SECONDS, measured=0.3, from_bench=0.2, from_sheet=0.3),
+        Measured(term="allocated", unit=Unit.BYTES, measured=100.0, from_sheet=110.0),
+    )
+    case = CaseResult(part="c", name="lstm", outcome=Outcome.MEASURED, rows=rows)
+    results = Results(device="H100", torch="2.11", cases=(case,))
+    result, short = _line(results, UNSEEN, tmp_path)
+    assert result.startswith("H100, predicted before it ran: 1 steps from a bench off by 33%")
+    assert "from its data sheet off by 0%" in result
+    assert "1 peaks of tensors off by 10%" in result
+    assert short == "the worst step, lstm: predicted 200 ms, took 300 ms"
 
 
 def test_what_was_predicted_exactly_lies_on_the_line(tmp_path: Path) -> None:
