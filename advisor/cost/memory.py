@@ -42,7 +42,7 @@ from advisor.cost.offload import (
     states_leave,
 )
 from advisor.cost.states import ResidentStates, resident_states, zero_level
-from advisor.cost.timeline import Timeline, timeline_of
+from advisor.cost.timeline import MicrobatchTimeline, timeline_of
 from engines.plan import DataParallel, OffloadTo, Plan
 from profiles.machine.cluster import Device
 from profiles.model.profile import LOSS
@@ -130,8 +130,8 @@ def peak(
     if stack.states is None and device.kind != "cpu":
         computing = max(moment.total - moment.gradients for moment in moments)
         on_device = not states_leave(plan, device)
-        kept = other_streams(plan, loads, computing=computing, copy=copy, on_device=on_device)
-        idle = max(0.0, kept - fullest.total)
+        reserved = other_streams(plan, loads, computing=computing, copy=copy, on_device=on_device)
+        idle = max(0.0, reserved - fullest.total)
     return peak_at(
         fullest._replace(gathered=fullest.gathered + exchange_bytes),
         plan,
@@ -159,7 +159,7 @@ def moments_of(
     device: Device,
     stack: Stack = TORCH,
     own_gradient_bytes: float = 0.0,
-    line: Timeline | None = None,
+    line: MicrobatchTimeline | None = None,
 ) -> list[Moment]:
     """Moments of a step before the optimizer's, on a rank that has the whole model.
 
@@ -282,7 +282,7 @@ def largest_copy(plan: Plan, loads: Loads, stack: Stack = TORCH) -> float:
 
 
 def forward_moments(
-    loads: Loads, line: Timeline, gradients: Gradients, gathered: Gathered
+    loads: Loads, line: MicrobatchTimeline, gradients: Gradients, gathered: Gathered
 ) -> Iterator[Moment]:
     for i, unit in enumerate(loads.entries):
         if unit.count == 1:
@@ -298,7 +298,7 @@ def forward_moments(
 
 
 def backward_moments(
-    plan: Plan, loads: Loads, line: Timeline, gradients: Gradients, gathered: Gathered
+    plan: Plan, loads: Loads, line: MicrobatchTimeline, gradients: Gradients, gathered: Gathered
 ) -> Iterator[Moment]:
     """Moments of each unit's backward with its recomputed forward, and its reduction."""
     units = loads.entries
@@ -309,13 +309,13 @@ def backward_moments(
         if unit.count > 1:
             continue
         live_gradients = gradients.in_backward(i)
-        held = gathered(i, line.following[i], False)
+        whole = gathered(i, line.following[i], False)
         yield Moment(
             "backward",
             unit.name,
             gradients=live_gradients,
             activations=line.live[i],
-            gathered=held + gradients.buffers(i),
+            gathered=whole + gradients.buffers(i),
             transient=line.backward[i],
             loss=(line.saved[i] + line.backward[i]) * (unit.name == LOSS),
         )
@@ -326,7 +326,7 @@ def backward_moments(
                 unit.name,
                 gradients=live_gradients,
                 activations=line.live[i] - line.saved[i],
-                gathered=held - freed * loads.compute_share + gradients.reduced(i),
+                gathered=whole - freed * loads.compute_share + gradients.reduced(i),
                 transient=unit.input_bytes,
             )
 

@@ -211,10 +211,10 @@ class DeviceRates:
         best = self.calibration.vector_share(self.device) if is_wide else self._best_share()
         reached = peak * best * share
         by_weight = self.has_units and product.kind is ProductKind.LINEAR
-        together = elements_a_load(product.n, product.k, self.operand_bytes)
-        if by_weight and together * self.operand_bytes < ROW_BYTES:
+        width = elements_a_load(product.n, product.k, self.operand_bytes)
+        if by_weight and width * self.operand_bytes < ROW_BYTES:
             loaded = self.calibration.odd * self.device.odd * issue_per_s(self.device)
-            reached = min(reached, together * loaded)
+            reached = min(reached, width * loaded)
         exposed = min(moved_bytes, _written(product, flop))
         if self.device.kind == "cpu":
             exposed = 0.0 if product.is_convolution else moved_bytes

@@ -10,7 +10,7 @@ from advisor.cost.unit_load import UnitLoad
 from engines.plan import Recompute
 
 
-class Timeline(NamedTuple):
+class MicrobatchTimeline(NamedTuple):
     """Bytes of each entry of some loads, in call order.
 
     Attributes:
@@ -30,8 +30,8 @@ class Timeline(NamedTuple):
     following: Sequence[int]
 
 
-def timeline_of(loads: Loads, recompute: Recompute, *, away: bool = False) -> Timeline:
-    """Timeline of units of `loads`; `away` if activations of blocks are offloaded."""
+def timeline_of(loads: Loads, recompute: Recompute, *, away: bool = False) -> MicrobatchTimeline:
+    """Timeline of the units of `loads`; `away` if activations of blocks are offloaded."""
     units = loads.entries
     is_away = [unit.is_block and away for unit in units]
     saved = [
@@ -47,7 +47,7 @@ def timeline_of(loads: Loads, recompute: Recompute, *, away: bool = False) -> Ti
     for mine in reversed(of_entries):
         live.append(left_over)
         left_over -= mine
-    return Timeline(
+    return MicrobatchTimeline(
         saved=saved,
         before=before,
         live=live[::-1],

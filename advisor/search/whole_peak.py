@@ -25,7 +25,7 @@ from advisor.cost.memory import (
 )
 from advisor.cost.offload import activations_leave
 from advisor.cost.states import ResidentStates, resident_states
-from advisor.cost.timeline import Timeline, timeline_of
+from advisor.cost.timeline import MicrobatchTimeline, timeline_of
 from advisor.search.columns import SMALL, Columns
 from advisor.search.space import KINDS, RECOMPUTES, Floats, plan_with
 from advisor.search.step_moments import StepMoments
@@ -102,7 +102,7 @@ class _Peaks:
         # A worker's optimizer states are on servers.
         self._states_share = 0.0 if space.common.servers else 1.0
         self._states: dict[tuple[int, ...], ResidentStates] = {}
-        self._lines: dict[tuple[int, ...], Timeline] = {}
+        self._lines: dict[tuple[int, ...], MicrobatchTimeline] = {}
         self._keys = [space.tp, columns.shards, columns.sharded, self.kind]
         self.own = columns.each(self._keys, self._own_gradients)
 

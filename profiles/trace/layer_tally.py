@@ -148,11 +148,17 @@ def attention_calls(
 def noted_products(
     one: Sequence[Noted], two: Sequence[Noted] | None, samples: int
 ) -> tuple[Product, ...]:
-    """Work of one sample whose time follows from sizes; none where two runs over `samples` and over
-    twice as many differ in it."""
-    if two is not None and [call._replace(rows=2 * call.rows) for call in one] != list(two):
-        return ()
-    products = (_noted(call, call.rows / samples, samples) for call in one)
+    """Work of one sample whose time follows from sizes; none of a kind in which two runs over
+    `samples` and over twice as many differ."""
+
+    def grows(kind: type[Noted]) -> bool:
+        if two is None:
+            return True
+        doubled = [c._replace(rows=2 * c.rows) for c in one if isinstance(c, kind)]
+        return doubled == [c for c in two if isinstance(c, kind)]
+
+    growing = {kind for kind in set(map(type, one)) if grows(kind)}
+    products = (_noted(c, c.rows / samples, samples) for c in one if type(c) in growing)
     return tuple(product for product in products if product is not None)
 
 

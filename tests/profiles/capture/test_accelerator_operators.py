@@ -268,3 +268,18 @@ def test_maps_in_16_bits_are_turned_around_convolutions_on_accelerators(
 
     added = moved(on_processor=False) - moved(on_processor=True)
     assert added == (2 * 2 * (4 + 4) * 8 * 8 if turned else 0)
+
+
+def test_products_that_do_not_grow_with_the_batch_leave_other_kinds_noted() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+            self.left, self.right = (nn.Parameter(torch.ones(1, 4, 4)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(x).mean((2, 3)) @ torch.bmm(self.left, self.right)[0]
+
+    captured = capture(Mixed(), torch.ones(2, 4, 8, 8), on_processor=False)
+    assert products(captured, ProductKind.CONVOLUTION, Numerics.AS_BUILT)
+    assert not products(captured, ProductKind.SCORES, Numerics.AS_BUILT)
