@@ -6,10 +6,11 @@ them through `advisor.cost.estimate` (`make scorecard`).
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, hypot
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
+from profiles.machine.catalogue import multiprocessors
 from profiles.machine.cluster import ClusterProfile, Collective, Device
 from profiles.model.work import AttentionKernel, ProductKind
 from profiles.provenance import BENCH, Source
@@ -31,6 +32,8 @@ TILE_ROWS = 128
 # as long as the products of a head of 48 (16 of them a clock and multiprocessor, arXiv:2407.08608,
 # section 3; on an H200 heads of 64 reach 0.78 of the rate of those of 128, by `make gpu`).
 EXPONENTIAL, USUAL_WIDTH = 48.0, 128
+# Instructions of one multiprocessor, where their number is not known: 128 lanes at 1.7 GHz.
+ISSUE_OF_ONE = 128 * 1.7e9
 # Columns of the narrowest tile in which cuDNN computes a convolution: thinner groups of channels
 # leave the rest idle.
 TILE_COLUMNS = 64
@@ -50,9 +53,9 @@ class Calibration(Record):
             other kernels and with sizes that were not tuned.
         power_bound: the same for boards that reach their power limit.
         memory: share of the achievable memory bandwidth that elementwise kernels reach.
-        elementwise: bytes that torch's own elementwise kernels move for each instruction that the
-            device can issue, beside the time of the bytes: of the same multiprocessors with 3.0
-            and 4.3 TB/s they reach 2.1 and 2.5 in steps (an H100 and an H200, `make gpu`).
+        elementwise: bytes/s that a multiprocessor handles in torch's own elementwise kernels: with
+            memories of 3.0 and 4.3 TB/s the same 132 of them reach 2.1 and 2.5 in steps (an H100
+            and an H200, `make gpu`).
         unaligned: rate of products whose sizes are no multiples of 64, as a share of others'.
         odd: FLOP of products whose rows begin at odd addresses for each instruction that the device
             can issue, which their loads take, an element at a time: 98 and 117 TFLOP/s on an H200
@@ -89,28 +92,28 @@ class Calibration(Record):
     """
 
     sustained: PositiveFloat = 0.873
-    power_bound: PositiveFloat = 0.723
-    memory: PositiveFloat = 0.844
-    elementwise: PositiveFloat = 0.183
+    power_bound: PositiveFloat = 0.724
+    memory: PositiveFloat = 0.826
+    elementwise: PositiveFloat = 22.7e9
     unaligned: PositiveFloat = 0.672
     odd: PositiveFloat = 3.3
     between: PositiveFloat = 1.1
-    grouped: PositiveFloat = 0.704
-    convolution: PositiveFloat = 0.827
+    grouped: PositiveFloat = 0.699
+    convolution: PositiveFloat = 0.821
     vector: PositiveFloat = 0.715
     vector_slots: PositiveFloat = 1.54
     matmul_slots: PositiveFloat = 1.32
     winograd: PositiveFloat = 0.684
-    norm_slots: PositiveFloat = 55.9
+    norm_slots: PositiveFloat = 57.5
     norm_cycles: PositiveFloat = 2.0
     depthwise: PositiveFloat = 0.13
     flash1: PositiveFloat = 0.308
-    flash2: PositiveFloat = 0.557
-    flash2_on_hopper: PositiveFloat = 0.345
-    flash3: PositiveFloat = 0.535
-    collectives: PositiveFloat = 0.935
-    pcie: PositiveFloat = 0.675
-    shared_cards: PositiveFloat = 0.545
+    flash2: PositiveFloat = 0.558
+    flash2_on_hopper: PositiveFloat = 0.344
+    flash3: PositiveFloat = 0.536
+    collectives: PositiveFloat = 0.943
+    pcie: PositiveFloat = 0.677
+    shared_cards: PositiveFloat = 0.547
     launch: PositiveFloat = 1.0
     context_bytes: NonNegativeFloat = 0.0
     slack: NonNegativeFloat = 0.178
@@ -123,12 +126,13 @@ class Calibration(Record):
         return rate.value * self.memory
 
     def elementwise_bytes_per_s(self, device: Device, *, is_eager: bool) -> float:
-        """The same of torch's own kernels, `is_eager`: each instruction waits for its bytes."""
+        """The same of torch's own kernels, `is_eager`: multiprocessors handle few bytes at a time,
+        which overlaps with the memory's own time in part."""
         rate = self.bandwidth_bytes_per_s(device)
         if device.kind == "cpu" or not is_eager:
             return rate
-        issued = self.elementwise * issue_per_s(device) * device.elementwise
-        return 1 / (1 / rate + 1 / issued)
+        count = multiprocessors(device.name) or issue_per_s(device) / ISSUE_OF_ONE
+        return 1 / hypot(1 / rate, 1 / (count * self.elementwise * device.elementwise))
 
     def collective_share(
         self, cluster: ClusterProfile, kind: Collective, group_size: int, stride: int

@@ -202,13 +202,12 @@ class Tape:
         turned: int = 0,
         fusing: Fusing = POINTWISE,
     ) -> None:
-        """One kernel: reads its inputs, writes its outputs.
+        """One kernel: reads its inputs, writes its outputs, and moves `turned` bytes.
 
         Args:
             flop: of a product, which is a kernel of its own.
             gathers: of the first input only the rows that are asked for are read.
             is_kept: an operation whose outputs selective recompute keeps.
-            turned: bytes moved besides, see `profiles.capture.operators.turned_bytes`.
         """
         self._go_on()
         read = [array.occupied_bytes for array in inputs]

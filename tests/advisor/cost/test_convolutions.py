@@ -86,7 +86,7 @@ def test_a_depthwise_convolution_of_one_position_is_bound_by_memory_bandwidth() 
 def test_feature_maps_are_transposed_unless_channels_come_last() -> None:
     """In 16 bits on an A100: two thirds of input and output of a 1x1 convolution, moved twice."""
     device = catalogue.accelerator("A100-SXM-40GB")
-    bandwidth = device.memory_bandwidth_bytes_per_s.value * CALIBRATION.memory
+    bandwidth = CALIBRATION.elementwise_bytes_per_s(device, is_eager=True)
     transposed = seconds(convolution(1), "A100-SXM-40GB", "bfloat16", Stack())[0]
     last = seconds(convolution(1), "A100-SXM-40GB", "bfloat16")[0]
     moved = SAMPLES * 2 * 256 * 56**2 * 2

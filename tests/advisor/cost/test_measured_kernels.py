@@ -76,7 +76,7 @@ def test_instructions_take_the_less_of_a_kernel_the_slower_the_memory() -> None:
         return rates.elementwise / rates.bandwidth
 
     v100 = catalogue.accelerator("V100-SXM2-32GB")
-    assert share(v100) > 0.8 > 0.7 > share(H100) > share(H200)
+    assert share(v100) > 0.85 > 0.75 > share(H100) > 0.6 > share(H200)
 
 
 def test_kernels_bound_by_memory_take_what_they_took_in_steps_on_an_h100() -> None:

@@ -90,7 +90,7 @@ class TestTheTutorial:
         assert all(a > b for a, b in pairwise(curve[: lowest + 1]))
         assert all(a < b for a, b in pairwise(curve[lowest:]))
         assert step_s[12] < 1.05 * min(curve)
-        assert "Equally fast, within 5.0%: 8, 12, 20" in result.stdout
+        assert "Equally fast, within 5.0%: 5, 8, 12, 20" in result.stdout
         assert drawn.read_bytes().startswith(PNG)
 
     @pytest.mark.parametrize("device", ["T4-16GB", "P40-24GB"])
@@ -118,7 +118,7 @@ class TestTheTutorial:
         assert in_turn / one - 1 == pytest.approx(IN_TURN_S / ONE_S - 1, abs=0.04)
         assert one / pipelined - 1 == pytest.approx(ONE_S / PIPELINED_S - 1, abs=0.12)
         said = (round(in_turn / one, 3), round(one / pipelined, 2), round(in_turn / pipelined, 2))
-        assert said == (1.072, 1.43, 1.53)
+        assert said == (1.071, 1.43, 1.53)
         for row, published in zip(rows(table), (ONE_S, IN_TURN_S, PIPELINED_S), strict=True):
             # The tutorial's devices are slower: scale by the step of one device.
             here = published / ONE_S * one
