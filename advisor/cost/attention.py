@@ -21,11 +21,11 @@ STEP_OF_WIDTHS = 32
 """Head widths of cuDNN's kernels on Hopper, by the same names; of the second generation any
 multiple (flash-attn, csrc/flash_attn: hdim32 to hdim256)."""
 ENDS = {True: 140.0, False: 200.0}
-"""Keys that a block could walk past in the time of its ends, forward and backward. cuDNN's kernels
-in steps on an H200, heads of 64, in TFLOP/s of what tiles compute: 287 at 256 keys, 338 at 450, 360
-at 608, 393 at 1,120; backward 213, 263, 286, 323 (`python -m tests.gpu --only attention`)."""
+"""Keys that a block could walk past in the time of its ends, forward and backward: cuDNN's kernels
+for heads of 64 at 256 to 1,120 keys, by a profiler in steps on an H200. `make gpu` times them by
+themselves (part b, attention) and by class in steps (part f)."""
 DRAWS = {True: 33.0, False: 25.0}
-"""Instructions to draw whether a score is dropped: 62 and 47 us for 62 million on an H200."""
+"""Instructions to draw whether a score is dropped, by the same steps: GPT-2 XL and T5 drop some."""
 
 
 def computed_share(call: AttentionLoad, device: Device, *, forward: bool) -> float:

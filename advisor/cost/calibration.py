@@ -60,9 +60,11 @@ class Calibration(Record):
         odd: FLOP of products whose rows begin at odd addresses for each instruction that the device
             can issue, which their loads take, an element at a time: 98 and 117 TFLOP/s on an H200
             for a vocabulary of 50,257 (`make gpu`), a fifth of what 50,304 reaches; two at a time
-            for one of 30,522, 250 TFLOP/s in steps of BERT.
+            for one of 30,522 (BERT's products in steps).
         between: rate of products between other kernels of a step over that of products in a row,
-            on boards that are bound by their power (kernels of three models on an H200: 1.10).
+            on boards that are bound by their power: with 1.1 products of five of six models' steps
+            on an H100 are within 6 % (`make gpu`, kernels of a step); between two additions each
+            the same products reach 1.02 to 1.06 on an H200 (layers between other kernels).
         grouped: rate of grouped products of experts, as a share of others'.
         convolution: rate of convolutions on matrix units, as a share of large products'. Prior 0.8:
             0.61 of the printed peak, what the model before this one was fitted to, over 0.76.
