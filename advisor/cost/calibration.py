@@ -93,32 +93,32 @@ class Calibration(Record):
         slack: bytes that the allocator reserves in addition to allocated ones, as a share of them.
     """
 
-    sustained: PositiveFloat = 0.873
-    power_bound: PositiveFloat = 0.724
-    memory: PositiveFloat = 0.826
+    sustained: PositiveFloat = 0.875
+    power_bound: PositiveFloat = 0.735
+    memory: PositiveFloat = 0.827
     elementwise: PositiveFloat = 22.7e9
-    unaligned: PositiveFloat = 0.672
+    unaligned: PositiveFloat = 0.671
     odd: PositiveFloat = 3.3
     between: PositiveFloat = 1.1
-    grouped: PositiveFloat = 0.699
-    convolution: PositiveFloat = 0.821
-    vector: PositiveFloat = 0.715
+    grouped: PositiveFloat = 0.721
+    convolution: PositiveFloat = 0.817
+    vector: PositiveFloat = 0.707
     vector_slots: PositiveFloat = 1.54
     matmul_slots: PositiveFloat = 1.32
-    winograd: PositiveFloat = 0.684
-    norm_slots: PositiveFloat = 57.5
+    winograd: PositiveFloat = 0.685
+    norm_slots: PositiveFloat = 57.9
     norm_cycles: PositiveFloat = 2.0
     depthwise: PositiveFloat = 0.13
     flash1: PositiveFloat = 0.308
-    flash2: PositiveFloat = 0.558
-    flash2_on_hopper: PositiveFloat = 0.344
-    flash3: PositiveFloat = 0.536
-    collectives: PositiveFloat = 0.943
-    pcie: PositiveFloat = 0.677
-    shared_cards: PositiveFloat = 0.547
+    flash2: PositiveFloat = 0.563
+    flash2_on_hopper: PositiveFloat = 0.341
+    flash3: PositiveFloat = 0.544
+    collectives: PositiveFloat = 0.913
+    pcie: PositiveFloat = 0.674
+    shared_cards: PositiveFloat = 0.544
     launch: PositiveFloat = 1.0
     context_bytes: NonNegativeFloat = 0.0
-    slack: NonNegativeFloat = 0.178
+    slack: NonNegativeFloat = 0.179
 
     def bandwidth_bytes_per_s(self, device: Device) -> float:
         """Bandwidth of elementwise kernels in a step; a measured rate is used as is."""

@@ -181,10 +181,14 @@ def unit_times(
     Args:
         is_sharded: True if FSDP2 gathers and reduces the parameters of each.
     """
-    rates = Rates.of(device, dtype, stack, calibration)
+    inner = Rates.of(device, dtype, stack, calibration)
+    # Heads stay in 16 bits where blocks multiply in 8 (DeepSeek-V3, arXiv:2412.19437, section
+    # 3.3.1; Megatron-LM's output layer is none of Transformer Engine's).
+    outer = Rates.of(device, "bfloat16", stack, calibration) if inner.is_narrow else inner
     # Entries of one run differ only in count.
     times = []
     for run in loads.runs:
+        rates = inner if run.is_block else outer
         time = _unit_time(run, recompute, rates, stack, is_sharded=is_sharded)
         if run.glue is not None:
             time = time.with_glue(_unit_time(run.glue, recompute, rates, stack, is_sharded=False))

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from advisor.predict.rows import TableRow
 from advisor.predict.software import family_of
 from profiles.closed_forms.transformer import TransformerShape as Shape
+from profiles.record.bounds import MOST_LAYERS
 
 # Public configurations (config.json of each on its model hub), by prefix of the name; published
 # tables print only some of their fields.
@@ -146,6 +147,8 @@ def shape_of(row: TableRow) -> tuple[Shape, tuple[str, ...]] | str:
         if not row.params_b:
             return "the model's shape is unknown: `n_layers` and `params_b` are blank"
         layers = max(1, round(blocks / (of_layer * hidden**2)))
+        if layers > MOST_LAYERS:
+            return f"{layers:,} layers from the parameters: {MOST_LAYERS:,} are the most"
         assumed.append(f"{layers} layers from the parameters")
     heads = number("n_heads")
     if not heads:

@@ -68,11 +68,14 @@ def cluster_of(row: TableRow) -> tuple[ClusterProfile, tuple[str, ...]]:
     if row.gpu_type is None:
         raise InputError("`gpu_type` is blank", hints=["no device, no speed"])
     name = accelerator_of(row.gpu_type, row.gpu_mem_gb)
-    if row.n_gpus is None:
+    world = row.n_gpus
+    if world is None and row.dp is not None:
+        world = row.dp * (row.tp or 1) * (row.pp or 1) * (row.cp or 1)
+    if world is None:
         raise InputError("`n_gpus` is blank", hints=["no number of devices, no step"])
     return _cluster(
         name,
-        row.n_gpus,
+        world,
         row.gpus_per_node,
         (row.intra_link or "").lower(),
         (row.inter_link or "").lower(),

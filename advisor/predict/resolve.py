@@ -43,8 +43,10 @@ _DTYPES = {
     "nvfp4": "float4",
 }
 # Model states that a device may hold if a table does not say how the model was split: 16 to 18
-# bytes a parameter in half of the memory leave the other half to activations.
+# bytes a parameter in half of the memory leave the other half to activations. Of each, replicas
+# hold so many by ZeRO's stage (arXiv:1910.02054, section 5); they split the rest.
 STATE_BYTES, STATE_SHARE = 18, 0.5
+WHOLE_STATE_BYTES = {0: STATE_BYTES, 1: 6, 2: 2, 3: 0}
 TOKENS_AT_ONCE = 16384
 # Vision networks halve the image five times.
 LEAST_PIXELS = 32
@@ -87,8 +89,8 @@ def _resolve(row: TableRow) -> Setup:
     dtype_name = (row.dtype or "").lower()
     dtype = _DTYPES.get(dtype_name)
     if dtype is None and dtype_name:
-        # "bf16 (amp)": the first word is the dtype, the rest the method.
-        dtype = _DTYPES.get(re.split(r"[\s(,/+]+", dtype_name)[0])
+        # "bf16 (amp)", "bf16-mixed": the first word is the dtype, the rest the method.
+        dtype = _DTYPES.get(re.split(r"[\s(,/+-]+", dtype_name)[0])
         if dtype is not None:
             notes.append(f"dtype {dtype}, of `{row.dtype}`")
     if dtype is None:
@@ -174,7 +176,7 @@ def _layout(
     world, notes = cluster.world_size, []
     degrees = {"tp": row.tp, "pp": row.pp, "cp": row.cp}
     if shape is not None and row.dp is None and row.tp is None and row.pp is None:
-        degrees["tp"], degrees["pp"] = _smallest(shape, cluster)
+        degrees["tp"], degrees["pp"] = _smallest(shape, cluster, _zero_stage(row))
         notes.append(f"tp={degrees['tp']} pp={degrees['pp']}, the fewest devices that hold it")
     tp, pp, cp = (degrees[axis] or 1 for axis in ("tp", "pp", "cp"))
     if row.dp is None:
@@ -191,7 +193,7 @@ def _layout(
     ep = row.ep or 1
     if shape is not None:
         ep = _check(shape, tp, pp, ep, dp * cp * tp, notes)
-    zero = {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
+    zero = _zero_stage(row)
     recent = family_of(row) in ("megatron", "nemo") and (year_of(row) or 0) >= OVERLAP_GRADIENTS
     if row.zero_stage is None and dp > 1 and shape is not None:
         # Megatron-DeepSpeed combines pipelines with ZeRO-1; later it became Megatron's default.
@@ -260,10 +262,18 @@ def _depth(shape: Shape) -> int:
     return 2 if shape.kind == "t5" else 1
 
 
-def _smallest(shape: Shape, cluster: ClusterProfile) -> tuple[int, int]:
-    """Grow tensor ranks within a node, then stages, until model states fit."""
+def _zero_stage(row: TableRow) -> int:
+    return {"1": 1, "2": 2, "3": 3, "hsdp": 3}.get((row.zero_stage or "").lower(), 0)
+
+
+def _smallest(shape: Shape, cluster: ClusterProfile, zero: int) -> tuple[int, int]:
+    """Grow tensor ranks within a node, then stages, until model states fit, of which ZeRO's stage
+    `zero` splits some over the replicas."""
     room = cluster.device.memory_bytes.value * STATE_SHARE
-    need = parameters_of(shape) * STATE_BYTES
+    whole = WHOLE_STATE_BYTES[zero]
+    # All devices together split the rest, however many ranks tensors and stages take.
+    room -= parameters_of(shape) * (STATE_BYTES - whole) / cluster.world_size
+    need = parameters_of(shape) * whole
     tp = 1
     while need / tp > room and tp * 2 <= cluster.devices_per_node and shape.heads % (tp * 2) == 0:
         tp *= 2

@@ -165,13 +165,19 @@ def _scaled(network: Convnet, by: float) -> Convnet:
     maps, wider = by ** (2 / 3), sqrt(by)
 
     def layer(old: ConvnetLayer) -> ConvnetLayer:
+        depth, columns = round(old.depth * wider), round(old.columns * wider)
+        parameters = round(old.parameters * by)
+        if old.parameters and old.kind.is_product:
+            # The matrix is that of the rounded sizes; what is left is a bias.
+            bias = old.parameters - old.groups * old.columns * old.depth
+            parameters = old.groups * columns * depth + round(bias * wider)
         return replace(
             old,
             inputs=round(old.inputs * (1 if old.reads_image else maps)),
             outputs=round(old.outputs * maps),
-            parameters=round(old.parameters * by),
-            depth=round(old.depth * wider),
-            columns=round(old.columns * wider),
+            parameters=parameters,
+            depth=depth,
+            columns=columns,
         )
 
     blocks = (

@@ -9,14 +9,17 @@ from click.testing import CliRunner
 
 from advisor.cli.main import cli
 from advisor.cost import CostModel
+from advisor.cost.compute import unit_times
+from advisor.cost.loads import loads_of
 from advisor.decide import levers
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
 from advisor.inputs.stacks import is_of_engines
-from engines.plan import PartialPlan
+from engines.plan import PartialPlan, Plan
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.machine.clusters import cluster_from_name
+from profiles.model.profile import Numerics
 from profiles.model.work import AttentionKernel
 from profiles.workload.stack import TORCH, Stack, stack_named
 from profiles.workload.workload import Workload
@@ -96,6 +99,26 @@ def test_fp8_products_need_fp8_units() -> None:
     assert 0.5 * before < fp8.estimate.time.compute_s < before
     names = [each.name for each in levers.gains(decided(on("8xA100-SXM-80GB")))]
     assert "fp8 products" not in names
+
+
+def test_a_head_stays_in_16_bits() -> None:
+    """Blocks multiply in 8 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.1)."""
+    narrow = levers.fp8_products(on())
+    assert narrow is not None
+    plan = Plan.parse("dp_replicate=8 precision=bf16 microbatch_size=8")
+
+    def seconds(stack: Stack) -> tuple[float, float]:
+        loads = loads_of(MODEL, numerics=Numerics.BF16_AUTOCAST, samples=8)
+        dtype = stack.product_dtype or plan.precision.dtype
+        times = unit_times(
+            loads, recompute=plan.recompute, device=on().cluster.device, dtype=dtype, stack=stack
+        )
+        _, block, *_, head, _ = (time.forward_s for time in times)
+        return block, head
+
+    (block, head), (narrow_block, narrow_head) = seconds(TORCH), seconds(narrow.stack)
+    assert narrow_block < block
+    assert narrow_head == head
 
 
 def test_cuda_graphs_remove_launches() -> None:

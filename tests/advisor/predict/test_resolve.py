@@ -58,6 +58,7 @@ def reason_of(**cells: str) -> str:
         ({"dtype": "int3"}, "`dtype` is `int3`"),
         ({"hidden": "", "params_b": ""}, "`hidden` and `params_b` are blank"),
         ({"arch": "moe", "n_experts": "6", "moe_topk": "2", "ep": "4"}, "ep=4 does not divide 6"),
+        ({"n_layers": "", "hidden": "1024", "n_heads": "8", "params_b": "1000"}, "79,469 layers"),
     ],
 )
 def test_impossible_rows_are_refused_with_numbers(cells: dict[str, str], words: str) -> None:
@@ -128,7 +129,8 @@ def test_presets_follow_the_date_of_the_release() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "dtype"), [("bf16 (amp)", "bfloat16"), ("fp16+loss-scale", "float16")]
+    ("cell", "dtype"),
+    [("bf16 (amp)", "bfloat16"), ("fp16+loss-scale", "float16"), ("bf16-mixed", "bfloat16")],
 )
 def test_a_qualified_dtype_is_read_by_its_first_word(cell: str, dtype: str) -> None:
     setup = setup_of(dtype=cell)
@@ -146,6 +148,20 @@ def test_assumptions_for_blank_cells_are_named() -> None:
 def test_microbatches_follow_from_the_batch_and_the_replicas() -> None:
     layout = setup_of(global_batch="1024", microbatch="2").layout
     assert (layout.microbatch, layout.accumulation) == (2, 1024 // (2 * 8))
+
+
+def test_without_degrees_sharded_states_need_no_tensor_ranks_or_stages() -> None:
+    """Of 175e9 x 18 bytes ZeRO-3 leaves each of 512 devices 6 GB, replicas hold all of them."""
+    blank = {"dp": "", "tp": "", "pp": ""}
+    layout = setup_of(**blank, zero_stage="3", framework="fsdp").layout
+    assert (layout.dp, layout.tp, layout.pp) == (512, 1, 1)
+    whole = setup_of(**blank).layout
+    assert whole.tp == 8
+    assert whole.pp > 8
+
+
+def test_degrees_say_how_many_devices_there_are() -> None:
+    assert setup_of(n_gpus="").cluster.world_size == 8 * 8 * 8
 
 
 def test_a_rack_of_nvlink_is_one_domain() -> None:

@@ -229,6 +229,10 @@ def test_a_network_that_is_not_known_is_a_resnet_of_its_size_and_the_note_says_s
         total(known, "forward_flop") / known.parameters, rel=0.01
     )
     assert assumed == "layers as those of resnet50, scaled to 88.6 M parameters"
+    sizes = [
+        shape.elements for unit in profile_of(network, samples=1).units for shape in unit.shapes
+    ]
+    assert min(sizes) > 0
 
 
 def test_a_unet_of_more_parameters_is_deeper_and_wider() -> None:
