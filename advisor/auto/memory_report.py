@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from advisor.cost import Estimate
-from advisor.cost.allocator import ALLOCATOR_SLACK
+from advisor.cost.memory.allocator import ALLOCATOR_SLACK
 from advisor.decide.allocator import advice
 from advisor.decide.decision import Decision
 from advisor.decide.reserved import reserved_bytes

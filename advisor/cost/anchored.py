@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from advisor.cost import communication, compute
-from advisor.cost.loads import Loads
+from advisor.cost.communication import exchange
+from advisor.cost.compute import unit_times
+from advisor.cost.load.loads import Loads
 from engines.plan import Plan
 from profiles.machine.cluster import Anchored, ClusterProfile
 from profiles.workload.optimizers import Upkeep
@@ -56,7 +57,7 @@ def compute_error(cluster: ClusterProfile, dtype: str) -> float:
     """Half-width of the range of computing time, as a fraction."""
     step = _step(cluster)
     if step is None or step.compute_error is None:
-        return compute.compute_error(cluster.device, dtype)
+        return unit_times.compute_error(cluster.device, dtype)
     return step.compute_error
 
 
@@ -67,15 +68,15 @@ def update_error(cluster: ClusterProfile, dtype: str) -> float:
     if step is not None and step.update_error is not None:
         return step.update_error
     device = cluster.device
-    launching = compute.launch_error(device) if device.kind == "cpu" else 0.0
-    return max(compute.compute_error(device, dtype), launching)
+    launching = unit_times.launch_error(device) if device.kind == "cpu" else 0.0
+    return max(unit_times.compute_error(device, dtype), launching)
 
 
 def launch_error(cluster: ClusterProfile) -> float:
     """Half-width of the range of launch time, which is measured with compute."""
     step = _step(cluster)
     if step is None or step.compute_error is None:
-        return compute.launch_error(cluster.device)
+        return unit_times.launch_error(cluster.device)
     return step.compute_error
 
 
@@ -83,7 +84,7 @@ def communication_error(plan: Plan, cluster: ClusterProfile) -> float:
     """Half-width of the range of communication time, as a fraction."""
     step = _step(cluster)
     if step is None or step.communication_error is None:
-        return communication.communication_error(plan, cluster)
+        return exchange.communication_error(plan, cluster)
     return step.communication_error
 
 

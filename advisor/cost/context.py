@@ -9,7 +9,9 @@ from functools import cached_property
 
 from advisor.cost import anchored
 from advisor.cost.calibration import CALIBRATION, Calibration
-from advisor.cost.compute import (
+from advisor.cost.communication.exposed import reduced_share
+from advisor.cost.communication.small_collectives import experts_s, summed_s
+from advisor.cost.compute.unit_times import (
     Busy,
     Computing,
     UnitTime,
@@ -18,20 +20,18 @@ from advisor.cost.compute import (
     unit_times,
     with_measured,
 )
-from advisor.cost.exposed import reduced_share
 from advisor.cost.ledger import AlgorithmCache, Ledger
-from advisor.cost.loads import Loads, loads_of
-from advisor.cost.local_units import local_units
-from advisor.cost.memory import added_share, shard_degree
-from advisor.cost.run_loads import RunLoad, run_loads, styled_units
-from advisor.cost.runs import UnitRun, runs_of
-from advisor.cost.small_collectives import experts_s, summed_s
-from advisor.cost.stage import StageCost
-from advisor.cost.stage_memory import StageMemory, holds_outputs
-from advisor.cost.stages import WHOLE, HandedOn, StageBorders
-from advisor.cost.tensor import Styled, hands_on, token_share
-from advisor.cost.unit_load import UnitLoad
-from advisor.cost.work import convention
+from advisor.cost.load.loads import Loads, loads_of
+from advisor.cost.load.local_units import local_units
+from advisor.cost.load.run_loads import RunLoad, run_loads, styled_units
+from advisor.cost.load.runs import UnitRun, runs_of
+from advisor.cost.load.tensor import Styled, hands_on, token_share
+from advisor.cost.load.unit_load import UnitLoad
+from advisor.cost.load.work import convention
+from advisor.cost.memory.peak import added_share, shard_degree
+from advisor.cost.stages.stage import StageCost
+from advisor.cost.stages.stage_borders import WHOLE, HandedOn, StageBorders
+from advisor.cost.stages.stage_memory import StageMemory, holds_outputs
 from advisor.inputs.facts import Facts
 from engines.legality import numerics, scales_loss
 from engines.plan import Aggregation, Compression, Plan

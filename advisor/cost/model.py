@@ -7,10 +7,10 @@ from copy import copy
 from advisor.cost.breakdown import Estimate
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.context import CostContext
-from advisor.cost.one_stage import one_stage
-from advisor.cost.staged import staged
-from advisor.cost.threads import threaded
-from advisor.cost.updates import updated
+from advisor.cost.estimates.one_stage import one_stage
+from advisor.cost.estimates.staged import staged
+from advisor.cost.estimates.threads import threaded
+from advisor.cost.estimates.updates import updated
 from advisor.inputs.facts import Facts
 from engines.plan import DataParallel, PartialPlan, Plan
 from profiles.errors import PlanError

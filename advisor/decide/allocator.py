@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import metadata
 
-from advisor.cost.allocator import ALLOCATOR_SLACK
+from advisor.cost.memory.allocator import ALLOCATOR_SLACK
 from advisor.decide.comparison import PlanVerdict
 from advisor.decide.decision import Decision
 from advisor.decide.reserved import reserved_bytes

@@ -12,7 +12,7 @@ from math import pi, sin
 from typing import Any
 
 from advisor.cost import CostModel
-from advisor.cost.updates import Served
+from advisor.cost.estimates.updates import Served
 from advisor.decide.tree import TreeTrace
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from advisor.cost import CostModel
-from advisor.cost.complete import completed
+from advisor.cost.stages.complete import completed
 from advisor.inputs.facts import Facts, captured
 from advisor.inputs.policy import Policy
 from advisor.search.cache import SearchCache

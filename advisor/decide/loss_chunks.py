@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from advisor.cost import CostModel
-from advisor.cost.allocator import upper_end
+from advisor.cost.memory.allocator import upper_end
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.inputs.stacks import is_of_engines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from advisor.cost import CostModel, Traffic
-from advisor.cost.by_hand import crossed_s
+from advisor.cost.communication.by_hand import crossed_s
 from advisor.decide import async_updates, gradient_comm, loss_chunks, offload
 from advisor.decide.comparison import PlanVerdict, causes, title
 from advisor.decide.decision import Alternative

@@ -1,13 +1,13 @@
 """Reserved memory of the plan taken: its step is replayed in the caching allocator.
 
 A search can only afford a constant share of the allocated memory; a replay
-(`advisor.cost.rank_step`) takes 5 to 100 ms.
+(`advisor.cost.estimates.rank_step`) takes 5 to 100 ms.
 """
 
 from __future__ import annotations
 
 from advisor.cost import CostModel, Estimate
-from advisor.cost.rank_step import can_replay, rank_step
+from advisor.cost.estimates.rank_step import can_replay, rank_step
 from advisor.decide.decision import Decision
 from engines.plan import Plan
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.cost.calibration import CALIBRATION
-from advisor.cost.communication import COMMUNICATION_ERROR
-from advisor.cost.compute import COMPUTE_ERROR, matmul_fraction, peak_flop_per_s
+from advisor.cost.communication.exchange import COMMUNICATION_ERROR
+from advisor.cost.compute.unit_times import COMPUTE_ERROR, matmul_fraction, peak_flop_per_s
 from profiles.machine.cluster import ClusterProfile, Collective, Constant, Link, LinkFit
 from profiles.model.work import AttentionKernel
 from profiles.provenance import Quantity, Source

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.cost import estimate
-from advisor.cost.compute import COMPUTE_ERROR
+from advisor.cost.compute.unit_times import COMPUTE_ERROR
 from advisor.inputs.facts import Facts
 from advisor.learning.constants import (
     WIDEST_ERROR,

@@ -9,8 +9,8 @@ from math import copysign, exp, hypot, log
 
 from advisor.cost import Estimate, Time, estimate
 from advisor.cost.anchored import update_error
-from advisor.cost.communication import COMMUNICATION_ERROR
-from advisor.cost.compute import COMPUTE_ERROR
+from advisor.cost.communication.exchange import COMMUNICATION_ERROR
+from advisor.cost.compute.unit_times import COMPUTE_ERROR
 from advisor.inputs.facts import Facts
 from advisor.learning.anchor import (
     LEFT,

@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from advisor.cost.complete import even_cuts
-from advisor.cost.compute import unit_times
-from advisor.cost.loads import loads_of
+from advisor.cost.compute.unit_times import unit_times
+from advisor.cost.load.loads import loads_of
+from advisor.cost.stages.complete import even_cuts
 from advisor.predict.setup import Setup
 from engines.plan import Precision, Recompute, Schedule
 from profiles.closed_forms.convnets.costs import HALF
@@ -30,8 +30,8 @@ from profiles.workload.under_stack import under_stack
 _HALF = ("float16", "bfloat16")
 # Reserved over allocated memory: activations differ from block to block, so freed blocks may not
 # fit later requests. Half of the largest overhead in replays of ResNet-50's step
-# (`advisor.cost.rank_step`): 1.01 to 1.37 times the allocation, by device, batch and number of
-# devices.
+# (`advisor.cost.estimates.rank_step`): 1.01 to 1.37 times the allocation, by device, batch and
+# number of devices.
 IMAGES_SLACK = 0.18
 # Images per timed block when stages are cut (torchgpipe's balance_by_time takes a sample).
 TIMED_SAMPLES = 16

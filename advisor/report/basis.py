@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from advisor.cost.communication import COMMUNICATION_ERROR
-from advisor.cost.compute import (
+from advisor.cost.communication.exchange import COMMUNICATION_ERROR
+from advisor.cost.communication.replay import USUAL_OVERLAP
+from advisor.cost.compute.unit_times import (
     COMPUTE_ERROR,
     HOST_BANDWIDTH_BYTES_PER_S,
     block_times,
     matmul_fraction,
 )
 from advisor.cost.ledger import disk_bytes_per_s, host_link_bytes_per_s
-from advisor.cost.loads import activation_error
-from advisor.cost.replay import USUAL_OVERLAP
+from advisor.cost.load.loads import activation_error
 from advisor.decide import levers, offload
 from advisor.decide.allocator import allocator_hint
 from advisor.decide.decision import Decision

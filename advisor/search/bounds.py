@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from advisor.cost.allocator import upper_end
+from advisor.cost.memory.allocator import upper_end
 from advisor.inputs.policy import Policy
 from advisor.search.cache import SearchCache
 from advisor.search.columns import ROUNDING, Columns, Microbatches

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 from functools import cache
 
 from advisor.cost import CostModel
-from advisor.cost.memory import shard_degree
-from advisor.cost.stages import HandedOn
+from advisor.cost.memory.peak import shard_degree
+from advisor.cost.stages.stage_borders import HandedOn
 from advisor.inputs.facts import Facts
 from advisor.search.legal import Styles, is_too_long, space_of, styles_of
 from advisor.search.microbatch import BorderTraffic, Microbatch, border_traffic, microbatch

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from advisor.cost.borders import charged_group
-from advisor.cost.communication import replicas_s
-from advisor.cost.compression import Sent
-from advisor.cost.compute import optimizer_s
-from advisor.cost.sharded import Sharded
+from advisor.cost.communication.compression import Sent
+from advisor.cost.communication.exchange import replicas_s
+from advisor.cost.communication.sharded import Sharded
+from advisor.cost.compute.unit_times import optimizer_s
+from advisor.cost.estimates.borders import charged_group
 from advisor.search.cache import SearchCache
 from advisor.search.microbatch import ExtrapolatedMicrobatch, Microbatch
 from advisor.search.space import KINDS, RECOMPUTES, Floats, Integers, Space, plan_with

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.cost import CostModel
-from advisor.cost.borders import sent_samples
-from advisor.cost.communication import in_units
-from advisor.cost.compute import UnitTime
-from advisor.cost.loads import Loads
-from advisor.cost.timeline import backward_work, saved_bytes
-from advisor.cost.unit_load import UnitLoad
+from advisor.cost.communication.exchange import in_units
+from advisor.cost.compute.unit_times import UnitTime
+from advisor.cost.estimates.borders import sent_samples
+from advisor.cost.load.loads import Loads
+from advisor.cost.load.unit_load import UnitLoad
+from advisor.cost.memory.timeline import backward_work, saved_bytes
 from advisor.search.space import Floats
 from engines.legality import numerics
 from engines.plan import Plan, Recompute

@@ -13,13 +13,13 @@ from itertools import compress, pairwise
 
 import numpy as np
 
-from advisor.cost.allocator import upper_end, workspace_bytes
-from advisor.cost.borders import sent_samples
-from advisor.cost.buffers import KEEPS_PARAMETERS, shard_degree
-from advisor.cost.offload import states_leave
-from advisor.cost.orders import FULL_AFTER, SPLITS_BACKWARD, PassKind, moments_of, stages_of
-from advisor.cost.round_shares import RoundShares, round_shares
-from advisor.cost.stage_memory import between_bytes
+from advisor.cost.estimates.borders import sent_samples
+from advisor.cost.memory.allocator import upper_end, workspace_bytes
+from advisor.cost.memory.buffers import KEEPS_PARAMETERS, shard_degree
+from advisor.cost.memory.offload import states_leave
+from advisor.cost.memory.round_shares import RoundShares, round_shares
+from advisor.cost.stages.orders import FULL_AFTER, SPLITS_BACKWARD, PassKind, moments_of, stages_of
+from advisor.cost.stages.stage_memory import between_bytes
 from advisor.search.cache import SearchCache
 from advisor.search.space import KINDS, SCHEDULES, Floats, Space, plan_with
 from advisor.search.stage_segments import segments_of

@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 
 from advisor.cost import CostModel, Estimate
-from advisor.cost.buffers import shard_degree
+from advisor.cost.memory.buffers import shard_degree
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.space import KINDS, RECOMPUTES, SCHEDULES, Integers, Row, Space

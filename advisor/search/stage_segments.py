@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from advisor.cost.buffers import KEEPS_PARAMETERS
-from advisor.cost.round_shares import round_shares
-from advisor.cost.states import zero_level
+from advisor.cost.memory.buffers import KEEPS_PARAMETERS
+from advisor.cost.memory.round_shares import round_shares
+from advisor.cost.memory.states import zero_level
 from advisor.search.microbatch import Microbatch
 from advisor.search.space import Floats
 from engines.plan import Plan

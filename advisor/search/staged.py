@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from advisor.cost.allocator import room_bytes, upper_end, workspace_bytes
-from advisor.cost.buffers import KEEPS_PARAMETERS
-from advisor.cost.orders import FULL_AFTER, ONE_STAGE, SPLITS_BACKWARD
-from advisor.cost.round_shares import RoundShares, round_shares
-from advisor.cost.shared_cores import speedup_alone
-from advisor.cost.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
+from advisor.cost.memory.allocator import room_bytes, upper_end, workspace_bytes
+from advisor.cost.memory.buffers import KEEPS_PARAMETERS
+from advisor.cost.memory.round_shares import RoundShares, round_shares
+from advisor.cost.stages.orders import FULL_AFTER, ONE_STAGE, SPLITS_BACKWARD
+from advisor.cost.stages.shared_cores import speedup_alone
+from advisor.cost.stages.stage_memory import READ_OUT_BUFFERS, message_bytes, read_out_bytes
 from advisor.search.columns import ROUNDING, Columns, unique
 from advisor.search.space import KINDS, SCHEDULES, Floats, Integers, Space, plan_with
 from advisor.search.stage_segments import backward_bytes

@@ -13,15 +13,15 @@ from itertools import accumulate
 
 import numpy as np
 
-from advisor.cost.allocator import room_bytes, workspace_bytes
-from advisor.cost.borders import charged_groups
-from advisor.cost.buffers import shard_degree
-from advisor.cost.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
-from advisor.cost.pipeline import StageTimes, play, sends_late
-from advisor.cost.shared_cores import speedup_alone
-from advisor.cost.small_collectives import small_collectives_s
-from advisor.cost.stage_memory import between_bytes, message_bytes
-from advisor.cost.staged import laid_out, peak_of_rank, tied_s
+from advisor.cost.communication.small_collectives import small_collectives_s
+from advisor.cost.estimates.borders import charged_groups
+from advisor.cost.estimates.staged import laid_out, peak_of_rank, tied_s
+from advisor.cost.memory.allocator import room_bytes, workspace_bytes
+from advisor.cost.memory.buffers import shard_degree
+from advisor.cost.stages.orders import ONE_STAGE, SPLITS_BACKWARD, moments, stages_of
+from advisor.cost.stages.pipeline import StageTimes, play, sends_late
+from advisor.cost.stages.shared_cores import speedup_alone
+from advisor.cost.stages.stage_memory import between_bytes, message_bytes
 from advisor.inputs.policy import Policy
 from advisor.search.borders import (
     MOST_AT_ONCE,
@@ -180,7 +180,7 @@ class StageSearch:
         return [tied_s(plan, ties, rank, costs.ledger()) for rank in range(plan.pp)]
 
     def _stage_times(self, borders: _BestBorders, plan: Plan) -> StageTimes:
-        """Seconds of the stages of `plan`, as `advisor.cost.staged` has them, without gathers."""
+        """Seconds of the stages of `plan` as `staged` has them, without gathers."""
         stages, backward_s = self._costs.stages, list(borders.backward_s)
         weight_s = [0.0] * len(backward_s)
         if plan.schedule in SPLITS_BACKWARD:

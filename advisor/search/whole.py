@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from advisor.cost.offload import (
+from advisor.cost.communication.replay import slowdown
+from advisor.cost.memory.offload import (
     copied_s,
     is_elsewhere,
     of_blocks_bytes,
     shards_in_files_s,
     there_and_back_s,
 )
-from advisor.cost.replay import slowdown
 from advisor.search.columns import ZERO1, ZERO2, Columns
 from advisor.search.space import Floats
 
@@ -86,7 +86,7 @@ def _exposed_s(columns: Columns, busy: Floats) -> tuple[Floats, Floats]:
 
 
 def moved_s(columns: Columns) -> Floats:
-    """Seconds of exposed offloading (see `advisor.cost.offload`)."""
+    """Seconds of exposed offloading (see `advisor.cost.memory.offload`)."""
     space, cluster = columns.space, columns.costs.facts.cluster
     device, offload = cluster.device, space.offload
     leaves_device = is_elsewhere(device, to_disk=space.is_to_disk)

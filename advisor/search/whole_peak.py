@@ -1,4 +1,4 @@
-"""Peaks without pipeline stages, for many rows at once, from the moments of `advisor.cost.memory`.
+"""Peaks without pipeline stages, for many rows at once, from the moments of a step.
 
 There are no formulas of memory here: the cost model computes what rows share, the moments of a step
 for each microbatch and the resident bytes for each way to shard. Moments are linear in 1/degree of
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from advisor.cost.allocator import upper_end
-from advisor.cost.buffers import KEEPS_PARAMETERS, shard_degree
-from advisor.cost.loads import Loads, activation_error
-from advisor.cost.memory import (
+from advisor.cost.load.loads import Loads, activation_error
+from advisor.cost.memory.allocator import upper_end
+from advisor.cost.memory.buffers import KEEPS_PARAMETERS, shard_degree
+from advisor.cost.memory.offload import activations_leave
+from advisor.cost.memory.peak import (
     UNITS_WHEN_AHEAD,
     Moment,
     largest_copy,
@@ -23,9 +24,8 @@ from advisor.cost.memory import (
     moments_of,
     peak_at,
 )
-from advisor.cost.offload import activations_leave
-from advisor.cost.states import ResidentStates, resident_states
-from advisor.cost.timeline import MicrobatchTimeline, timeline_of
+from advisor.cost.memory.states import ResidentStates, resident_states
+from advisor.cost.memory.timeline import MicrobatchTimeline, timeline_of
 from advisor.search.columns import SMALL, Columns
 from advisor.search.space import KINDS, RECOMPUTES, Floats, plan_with
 from advisor.search.step_moments import StepMoments

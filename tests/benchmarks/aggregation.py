@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from advisor.cost.aggregation import price
+from advisor.cost.communication.aggregation import price
 from engines.plan import Aggregation
 from profiles.machine.cluster import ClusterProfile, Collective, Link, LinkFit
 from profiles.provenance import Quantity, Source

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from advisor.cost.rates import FLOP_PER_CYCLE
+from advisor.cost.compute.rates import FLOP_PER_CYCLE
 from profiles.capture.core_cycles import core_cycles
 from profiles.capture.operators import attended, flop_formulas, moved_bytes
 from profiles.model.work import BYTES_PER_CYCLE, attention_cost

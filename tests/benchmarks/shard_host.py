@@ -1,7 +1,7 @@
 """`python -m tests.benchmarks.shard_host`: host time of FSDP2's hooks and of AdamW on its shards.
 
 Small layers in one process, plain and sharded over a group of one rank: what sharding adds is
-Python code. `advisor.cost.compute` and `advisor.cost.rates` have these figures in launches.
+Python code. `unit_times` and `rates` of `advisor.cost.compute` have these figures in launches.
 """
 
 from __future__ import annotations

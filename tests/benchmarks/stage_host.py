@@ -3,7 +3,7 @@
 Blocks of a tiny GPT on the first and the middle rank of three, in a fake world, against the same
 blocks by hand: what a microbatch adds is Python code, of schedules, of the replayed forward and of
 split backwards. The first rank has two embeddings too.
-`advisor.cost.stage_host` has these figures in launches, which are timed beside them.
+`advisor.cost.estimates.stage_host` has these figures in launches, which are timed beside them.
 """
 
 from __future__ import annotations

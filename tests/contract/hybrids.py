@@ -11,8 +11,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from advisor.cost.estimates.staged import traffic_of_ranks
 from advisor.cost.model import CostModel
-from advisor.cost.staged import traffic_of_ranks
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.pipeline.segments import stages_of_rank

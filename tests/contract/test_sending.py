@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from advisor.cost import Estimate, estimate
-from advisor.cost.aggregation import buffer_share
+from advisor.cost.communication.aggregation import buffer_share
 from engines.apply import apply_plan
 from engines.optional.aggregation.aggregate import aggregate
 from engines.plan import Aggregation, Plan

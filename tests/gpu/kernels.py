@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from advisor.cost.calibration import CALIBRATION, is_power_bound
-from advisor.cost.rates import (
+from advisor.cost.compute.rates import (
     PYTHON_SHARE,
     DeviceRates,
     matmul_fraction,
     peak_flop_per_s,
     product_efficiency,
 )
-from advisor.cost.work import AttentionLoad, ProductLoad
+from advisor.cost.load.work import AttentionLoad, ProductLoad
 from profiles.machine.bench import launch_time
 from profiles.machine.cluster import Device
 from profiles.model.work import AttentionKernel, ProductKind

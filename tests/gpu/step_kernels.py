@@ -16,9 +16,9 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from advisor.cost.calibration import CALIBRATION
+from advisor.cost.compute.rates import DeviceRates
 from advisor.cost.context import CostContext
-from advisor.cost.rates import DeviceRates
-from advisor.cost.unit_load import UnitLoad
+from advisor.cost.load.unit_load import UnitLoad
 from advisor.inputs.facts import Facts
 from engines.parallel import ParallelModel
 from engines.plan import Plan

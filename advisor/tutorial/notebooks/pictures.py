@@ -10,7 +10,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from advisor.cost.orders import PassKind
+from advisor.cost.stages.orders import PassKind
 from profiles.units import GIB, KIB, MIB, format_percent, format_seconds
 
 if TYPE_CHECKING:

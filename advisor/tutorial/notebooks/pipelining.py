@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from advisor.auto.measure import measured_sweep
-from advisor.cost.orders import SPLITS_BACKWARD
-from advisor.cost.pipeline import ActionSpan, StageTimes, sends_late, timeline
+from advisor.cost.stages.orders import SPLITS_BACKWARD
+from advisor.cost.stages.pipeline import ActionSpan, StageTimes, sends_late, timeline
 from advisor.inputs.bundled.gpt import Block
 from advisor.tutorial.notebooks.splitting import BATCH, SHAPE, STEPS
 from advisor.whatif.sweep.points import Sweep, Swept

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.cost import Estimate, estimate
-from advisor.cost.communication import COMMUNICATION_ERROR, Exchange, communication_error
-from advisor.cost.compute import UnitTime, product_efficiency, size_efficiency
-from advisor.cost.replay import replay, slowdown
+from advisor.cost.communication.exchange import COMMUNICATION_ERROR, Exchange, communication_error
+from advisor.cost.communication.replay import replay, slowdown
+from advisor.cost.compute.unit_times import UnitTime, product_efficiency, size_efficiency
 from advisor.decide.candidates import legal_plans
 from engines.plan import PartialPlan, Plan
 from profiles.errors import PlanError

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from advisor.cli.main import cli
 from advisor.cost import CostModel
-from advisor.cost.compute import unit_times
-from advisor.cost.loads import loads_of
+from advisor.cost.compute.unit_times import unit_times
+from advisor.cost.load.loads import loads_of
 from advisor.decide import levers
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision

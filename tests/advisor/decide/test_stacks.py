@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from advisor.cost import CostModel
-from advisor.cost.allocator import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES, workspace_bytes
-from advisor.cost.loads import loads_of
+from advisor.cost.load.loads import loads_of
+from advisor.cost.memory.allocator import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES, workspace_bytes
 from advisor.inputs.facts import Facts
 from advisor.predict.case import tensor_styles
 from advisor.predict.resolve import resolve

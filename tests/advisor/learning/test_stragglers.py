@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from advisor.auto.facts_from_module import facts_from_module
-from advisor.cost.stragglers import waiting_s
-from advisor.cost.updates import Served
+from advisor.cost.estimates.stragglers import waiting_s
+from advisor.cost.estimates.updates import Served
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts

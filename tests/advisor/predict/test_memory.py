@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from advisor.cost import CostModel
-from advisor.cost.unit_load import UnitLoad
+from advisor.cost.load.unit_load import UnitLoad
 from advisor.predict.case import Case, case_of
 from advisor.predict.prediction import predict_setup
 from advisor.predict.resolve import resolve

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from advisor.cost.pipeline import StageTimes, play
+from advisor.cost.stages.pipeline import StageTimes, play
 from advisor.search.staged import filled_s, one_f_one_b_s
 from engines.plan import Schedule
 

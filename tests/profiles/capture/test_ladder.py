@@ -121,7 +121,7 @@ def test_a_model_too_large_to_run_is_known_by_its_parameters(
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_guessed_activations_are_within_their_range(name: str) -> None:
-    from advisor.cost.loads import GUESS_ERROR
+    from advisor.cost.load.loads import GUESS_ERROR
 
     case = cases.CASES[name]
     subject = TracedModel(case.build(), case.batch(2), case.loss_fn)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from advisor.cost.communication import FIRST_BUCKET_BYTES
+from advisor.cost.communication.exchange import FIRST_BUCKET_BYTES
 from engines.apply import apply_plan
 from engines.optional.aggregation.aggregate import aggregate, stepped
 from engines.optional.aggregation.rounds import rounds

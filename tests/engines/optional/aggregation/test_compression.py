@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advisor.cost.communication import FIRST_BUCKET_BYTES
+from advisor.cost.communication.exchange import FIRST_BUCKET_BYTES
 from engines.apply import apply_plan
 from engines.plan import Plan
 from tests.engines.cases import CASES, Case, cpu_ranks, profile_of

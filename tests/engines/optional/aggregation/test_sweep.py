@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from advisor.cost.aggregation import ONE_BY_ONE_ERROR
+from advisor.cost.communication.aggregation import ONE_BY_ONE_ERROR
 from engines.plan import Aggregation
 from tests.benchmarks import aggregation, less_to_send
 from tests.benchmarks.aggregation import Row

@@ -1,0 +1,429 @@
+"""Compute time: a roofline for each unit, with size-dependent efficiency."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import hypot, log
+
+from advisor.cost.calibration import CALIBRATION, Calibration
+from advisor.cost.compute.rates import (
+    PLAIN_OPERATION,
+    PRODUCTS_OF_ATTENTION,
+    PYTHON_SHARE,
+    SHARD_OPERATION,
+    operation_s,
+)
+from advisor.cost.compute.rates import DeviceRates as Rates
+from advisor.cost.compute.rates import matmul_fraction as matmul_fraction
+from advisor.cost.compute.rates import new_memory_s as new_memory_s
+from advisor.cost.compute.rates import peak_flop_per_s as peak_flop_per_s
+from advisor.cost.compute.rates import product_efficiency as product_efficiency
+from advisor.cost.compute.rates import size_efficiency as size_efficiency
+from advisor.cost.load.loads import Loads, ends_of
+from advisor.cost.load.unit_load import UnitLoad
+from engines.plan import Plan, Recompute
+from profiles.machine.cluster import ClusterProfile, Device
+from profiles.model.profile import LOSS, ModelProfile, Numerics
+from profiles.model.times import BlockTimes, UnitTiming
+from profiles.model.work import ProductKind
+from profiles.workload.new_memory import mapped
+from profiles.workload.optimizers import Upkeep
+from profiles.workload.stack import TORCH, Selective, Stack
+
+# Error of a roofline over unfused operations, in addition to its inputs' errors. Assumed until our
+# own runs bound it: the size of the error of published matmul rates.
+COMPUTE_ERROR = 0.15
+# Python code in torch.utils.checkpoint without reentrance (2.13), in launches. A kernel of the
+# backward reads one saved tensor, which hooks pack and unpack, and pack again where the forward is
+# repeated: 20 to 28 us beside launches of 14. Selective recompute sees every operator in a mode,
+# twice, views too, which are nearly two for a kernel: 45 to 90 us a kernel.
+HOOKS, MODES = 2, 5
+# Python code of FSDP2 (2.13) in a forward or a backward, in launches: of a unit, and of each of its
+# parameters, which are copied into a buffer and out of it, and swapped. 280 us and 28 for both, in
+# one process on a processor whose launches take 14 (`python -m tests.benchmarks.shard_host`).
+SHARD_UNIT, SHARD_TENSOR = 10, 1
+# Blocks timed alone differ from a step: their weights stay cached, and no gradients are passed on.
+# Three small GPTs on a shared CPU, forward and backward alternating with their blocks: medians of
+# 1.02, 1.07 and 1.13 of the sum.
+MEASURED_ERROR = 0.15
+# A time at another microbatch is the measured one, scaled by the roofline. Assumed error: half of
+# the roofline's.
+SCALED_ERROR = COMPUTE_ERROR / 2
+# CPU Adam works through the node's memory channels, which its devices share. One socket with eight
+# channels of DDR4-3200 (25.6 GB/s each) has 205 GB/s; streaming reaches about half when reading and
+# writing are mixed. Assumed: no profile measures it.
+HOST_BANDWIDTH_BYTES_PER_S = 100e9
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTime:
+    """Seconds of one unit: compute, recompute, and waiting.
+
+    Attributes:
+        count: equal units in sequence, each of which takes as long.
+        glue_s: of the forward and of the backward, launches included, of code before the unit.
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    forward_launch_s: float
+    backward_launch_s: float
+    recompute_launch_s: float
+    count: int = 1
+    glue_s: tuple[float, float] = (0.0, 0.0)
+
+    def with_glue(self, glue: UnitTime) -> UnitTime:
+        """Time of the unit and of the code before it, which is not recomputed."""
+        forward_s, backward_s = glue.forward_s, glue.backward_s
+        forward_launch_s, backward_launch_s = glue.forward_launch_s, glue.backward_launch_s
+        return replace(
+            self,
+            forward_s=self.forward_s + forward_s,
+            backward_s=self.backward_s + backward_s,
+            forward_launch_s=self.forward_launch_s + forward_launch_s,
+            backward_launch_s=self.backward_launch_s + backward_launch_s,
+            glue_s=(forward_s + forward_launch_s, backward_s + backward_launch_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Compute seconds of a rank in a step, by purpose."""
+
+    compute_s: float
+    recompute_s: float
+    launch_s: float
+
+    @property
+    def total(self) -> float:
+        return self.compute_s + self.recompute_s + self.launch_s
+
+    def times(self, factor: float) -> Busy:
+        """All of it as many times as long."""
+        return Busy(self.compute_s * factor, self.recompute_s * factor, self.launch_s * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """Every unit's times, with their error.
+
+    Attributes:
+        error: half-width of the range of computing time, as a fraction.
+        measured_share: fraction of the seconds that is based on measured times.
+        added: further seconds of every microbatch after the first, see `added_s`.
+    """
+
+    times: tuple[UnitTime, ...]
+    error: float
+    measured_share: float = 0.0
+    added: Busy = Busy(0.0, 0.0, 0.0)
+
+
+def busy_s(computing: Computing, forwards: int) -> Busy:
+    """Compute seconds of a rank in `forwards` microbatches."""
+    times, added, further = computing.times, computing.added, forwards - 1
+    return Busy(
+        compute_s=forwards * sum(t.count * (t.forward_s + t.backward_s) for t in times)
+        + further * added.compute_s,
+        recompute_s=forwards * sum(t.count * t.recompute_s for t in times),
+        launch_s=forwards
+        * sum(
+            t.count * (t.forward_launch_s + t.backward_launch_s + t.recompute_launch_s)
+            for t in times
+        )
+        + further * added.launch_s,
+    )
+
+
+def added_s(
+    loads: Loads, times: tuple[UnitTime, ...], *, share: float, device: Device, devices: int = 1
+) -> Busy:
+    """Seconds to accumulate gradients over microbatches: both are read and their sum is written,
+    one tensor after the other (AccumulateGrad in torch/csrc/autograd).
+
+    Args:
+        times: the roofline's of `loads`.
+        share: fraction of the gradients that this rank accumulates.
+        devices: number of devices whose backwards the process launches; one accumulates gradients.
+    """
+    bandwidth, launch_s = CALIBRATION.bandwidth_bytes_per_s(device), device.launch_s.value
+    adding_s = operation_s(device)  # the node of autograd runs in any case
+    moving = launching = 0.0
+    for unit, time in zip(loads.entries, times, strict=True):
+        if not unit.gradient_bytes:
+            continue
+        busy = 3 * share * unit.gradient_bytes / bandwidth
+        waiting = unit.tensors * adding_s
+        if device.kind != "cpu":
+            # Launches run ahead of the device: additional ones cost what it does not hide,
+            # additional work what they do not hide.
+            ahead = devices * unit.backward_kernels * launch_s - time.backward_s
+            waiting = max(0.0, ahead + waiting - busy) - max(0.0, ahead)
+        # Work that hides earlier launches reduces idle time: no part of a step shrinks.
+        moving += unit.count * (busy + min(0.0, waiting))
+        launching += unit.count * max(0.0, waiting)
+    return Busy(compute_s=moving, recompute_s=0.0, launch_s=launching)
+
+
+def unit_times(
+    loads: Loads,
+    *,
+    recompute: Recompute,
+    device: Device,
+    dtype: str,
+    stack: Stack = TORCH,
+    calibration: Calibration = CALIBRATION,
+    is_sharded: bool = False,
+) -> tuple[UnitTime, ...]:
+    """Seconds of one unit for every entry of `loads` on `device`.
+
+    Args:
+        is_sharded: True if FSDP2 gathers and reduces the parameters of each.
+    """
+    inner = Rates.of(device, dtype, stack, calibration)
+    # Heads stay in 16 bits where blocks multiply in 8 (DeepSeek-V3, arXiv:2412.19437, section
+    # 3.3.1; Megatron-LM's output layer is none of Transformer Engine's).
+    outer = Rates.of(device, "bfloat16", stack, calibration) if inner.is_narrow else inner
+    # Entries of one run differ only in count.
+    times = []
+    for run in loads.runs:
+        rates = inner if run.is_block else outer
+        time = _unit_time(run, recompute, rates, stack, is_sharded=is_sharded)
+        if run.glue is not None:
+            time = time.with_glue(_unit_time(run.glue, recompute, rates, stack, is_sharded=False))
+        times.append(time)
+    return tuple(
+        replace(time, count=count)
+        for time, run in zip(times, loads.runs, strict=True)
+        for count in ends_of(run.count)
+    )
+
+
+def block_times(
+    model: ModelProfile, cluster: ClusterProfile, kind: Numerics, *, samples: int
+) -> BlockTimes | None:
+    """Measured times for a plan of these numerics, at the nearest microbatch."""
+    device = cluster.device
+    fitting = [
+        times
+        for times in model.times
+        if times.numerics == kind
+        and times.is_of(
+            device=device.name,
+            kind=device.kind,
+            ranks=cluster.devices_per_node,
+            cores=cluster.cores,
+        )
+    ]
+    return min(fitting, key=lambda times: abs(log(times.samples / samples)), default=None)
+
+
+def with_measured(
+    times: tuple[UnitTime, ...],
+    loads: Loads,
+    *,
+    measured: BlockTimes,
+    at_measured: tuple[UnitTime, ...],
+    error: float,
+    added: Busy,
+) -> Computing:
+    """Replace the roofline's times by measured seconds where available.
+
+    Args:
+        measured: times on this device, possibly at another microbatch.
+        at_measured: the roofline at that microbatch.
+        error: of the roofline.
+        added: the roofline's; blocks were timed without accumulating gradients.
+    """
+    timed, seconds, doubts, known = [], 0.0, 0.0, 0.0
+    for unit, time, then in zip(loads.entries, times, at_measured, strict=True):
+        timing = measured.units.get(unit.name)
+        doubt = error
+        if timing is not None:
+            time = _measured_time(time, then, timing)
+            doubt = hypot(MEASURED_ERROR, _spread(timing))
+            if measured.samples != loads.samples:
+                doubt = hypot(doubt, SCALED_ERROR)
+        timed.append(time)
+        busy = unit.count * (time.forward_s + time.backward_s + time.recompute_s)
+        before = unit.count * sum(time.glue_s)  # never measured
+        seconds += busy
+        doubts += doubt * (busy - before) + error * before
+        known += (busy - before) * (timing is not None)
+    return Computing(
+        times=tuple(timed),
+        error=min(1.0, doubts / seconds) if seconds else error,
+        measured_share=known / seconds if seconds else 0.0,
+        added=added,
+    )
+
+
+def _measured_time(time: UnitTime, then: UnitTime, timing: UnitTiming) -> UnitTime:
+    """Scale a measurement to another microbatch; it includes launches, and no code before the
+    unit."""
+    forward, backward = _own_s(time)
+    was_forward, was_backward = _own_s(then)
+    again = time.recompute_s + time.recompute_launch_s
+    forward_s = timing.forward.median_s * (forward / was_forward if was_forward else 1.0)
+    backward_s = timing.backward.median_s * (backward / was_backward if was_backward else 1.0)
+    return UnitTime(
+        forward_s=forward_s + time.glue_s[0],
+        backward_s=backward_s + time.glue_s[1],
+        recompute_s=forward_s * again / forward if forward else 0.0,
+        forward_launch_s=0.0,
+        backward_launch_s=0.0,
+        recompute_launch_s=0.0,
+        count=time.count,
+        glue_s=time.glue_s,
+    )
+
+
+def _own_s(time: UnitTime) -> tuple[float, float]:
+    """Seconds of a unit's forward and backward, launches included, without code before it."""
+    forward_s, backward_s = time.glue_s
+    return (
+        time.forward_s + time.forward_launch_s - forward_s,
+        time.backward_s + time.backward_launch_s - backward_s,
+    )
+
+
+def _spread(timing: UnitTiming) -> float:
+    """Half of the range over the median, of forward plus backward."""
+    parts = (timing.forward, timing.backward)
+    median = sum(part.median_s for part in parts)
+    return sum(part.high_s - part.low_s for part in parts) / (2 * median) if median else 0.0
+
+
+def _unit_time(
+    unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack, *, is_sharded: bool
+) -> UnitTime:
+    device = rates.device
+    hooks = shard_launches(unit) if is_sharded else 0.0
+
+    def multiplying(*, forward: bool) -> tuple[float, float]:
+        """Seconds of all products and attention, and their bytes."""
+        seconds = moved = known = 0.0
+        for product in unit.work.products:
+            flop = product.forward_flop if forward else product.backward_flop
+            nbytes = product.forward_bytes if forward else product.backward_bytes
+            seconds += rates.product_s(product, flop, nbytes)
+            moved += nbytes
+            known += flop * (product.kind is not ProductKind.ELEMENTWISE)
+        for call in unit.work.attention:
+            known += call.forward_flop if forward else call.backward_flop
+            seconds += rates.attention_s(call, forward=forward)
+            moved += call.forward_bytes if forward else call.backward_bytes
+        # Products without a record: attention's scores and values, if captured.
+        rest = (unit.forward_flop if forward else unit.backward_flop) - known
+        if rest > 1e-6 * known:
+            share = matmul_fraction(device, rates.calibration)
+            share *= product_efficiency(device, rest / PRODUCTS_OF_ATTENTION, rates.peak)
+            seconds += rest / (rates.peak * share)
+        return seconds, moved
+
+    python = 1.0 if device.kind == "cpu" else PYTHON_SHARE
+    hooks *= python
+
+    def launching(busy: float, kernels: float) -> float:
+        launch = kernels * rates.launch_s
+        # An accelerator overlaps with the host's launches; a CPU runs both.
+        return launch if device.kind == "cpu" or rates.waits else max(0.0, launch - busy)
+
+    def seconds(*, forward: bool) -> tuple[float, float]:
+        busy, charged = multiplying(forward=forward)
+        moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
+        busy += max(0.0, moved - charged) / rates.elementwise
+        busy += rates.core_s(unit.forward_cycles if forward else unit.backward_cycles)
+        busy += new_memory_s(device, _new_bytes(unit, forward=forward))
+        kernels = unit.forward_kernels if forward else unit.backward_kernels
+        return busy, launching(busy, kernels + hooks)
+
+    def repeated(busy: float) -> tuple[float, float]:
+        """Seconds of a forward again; the host's work hides behind the whole backward too."""
+        kernels: float = unit.forward_kernels + unit.backward_kernels
+        kernels += hooks + python * checkpoint_launches(unit, recompute, stack)
+        behind = launching(backward[0] + busy, kernels) - backward[1]
+        return busy, max(behind, launching(busy, unit.forward_kernels))
+
+    forward, backward = seconds(forward=True), seconds(forward=False)
+    again = (0.0, 0.0)
+    if unit.is_block and recompute is Recompute.FULL:
+        again = forward
+        if not stack.recomputes_whole:
+            last = [each for each in unit.work.products if not each.is_recomputed]
+            spared = (rates.product_s(p, p.forward_flop, p.forward_bytes) for p in last)
+            again = repeated(max(0.0, forward[0] - sum(spared)))
+    elif unit.is_block and recompute is Recompute.SELECTIVE:
+        if stack.selective is Selective.CORE:
+            core = sum(rates.attention_s(call, forward=True) for call in unit.work.attention)
+            core += max(0.0, unit.activation_bytes - unit.selective_bytes) * 2 / rates.bandwidth
+            again = (min(core, forward[0]), 0.0)
+        else:
+            _, charged = multiplying(forward=True)
+            moved_s = max(0.0, unit.forward_moved_bytes - charged) / rates.elementwise
+            again = repeated(moved_s + rates.core_s(unit.forward_cycles))
+    return UnitTime(
+        forward_s=forward[0],
+        backward_s=backward[0],
+        recompute_s=again[0],
+        forward_launch_s=forward[1],
+        backward_launch_s=backward[1],
+        recompute_launch_s=again[1],
+        count=unit.count,
+    )
+
+
+def _new_bytes(unit: UnitLoad, *, forward: bool) -> float:
+    """Bytes that a processor maps anew for what a unit makes: outputs, or gradients of its inputs
+    and parameters; of a loss the probabilities that it keeps, and their gradients."""
+    of_loss = mapped(unit.activation_bytes) if unit.name == LOSS else 0.0
+    if forward:
+        return mapped(unit.output_bytes) + of_loss
+    return unit.new_gradient_bytes + mapped(unit.input_bytes) + of_loss
+
+
+def shard_launches(unit: UnitLoad) -> float:
+    """Host work of FSDP2's hooks in a forward or a backward, in launches."""
+    return unit.is_separate * (SHARD_UNIT + SHARD_TENSOR * unit.tensors)
+
+
+def checkpoint_launches(unit: UnitLoad, recompute: Recompute, stack: Stack) -> float:
+    """Host work of torch.utils.checkpoint beside the kernels it repeats, in launches."""
+    if stack.compiled or stack.recomputes_whole:
+        return 0.0
+    launches = HOOKS * unit.backward_kernels
+    return launches + MODES * unit.forward_kernels * (recompute is Recompute.SELECTIVE)
+
+
+def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> float:
+    """Update of a rank's parameters, on the host if states are offloaded.
+
+    It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones. A
+    processor updates tensor by tensor, which takes the host longer than a small tensor's bytes; an
+    accelerator's lists of tensors do not. Adafactor goes tensor by tensor on both, and waits for
+    two norms of each (torch/optim/_adafactor.py): 170 to 370 us a tensor in steps on an H200.
+    """
+    if plan.offload.states and device.kind != "cpu":
+        return update.moved_bytes / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
+    moving = update.moved_bytes / CALIBRATION.bandwidth_bytes_per_s(device)
+    reached = peak_flop_per_s(device, "bfloat16").value * matmul_fraction(device)
+    host_s = update.read_back * device.launch_s.value
+    if device.kind == "cpu":
+        operation = SHARD_OPERATION if plan.data_parallel.is_sharded else PLAIN_OPERATION
+        host_s = update.operations * operation * device.launch_s.value
+        host_s += new_memory_s(device, update.new_bytes)
+    return moving + update.flop / reached + host_s
+
+
+def compute_error(device: Device, dtype: str) -> float:
+    """Half-width of the range of computing time, as a fraction."""
+    matmul = hypot(
+        peak_flop_per_s(device, dtype).relative_error, device.matmul_fraction.relative_error
+    )
+    return hypot(COMPUTE_ERROR, max(matmul, device.memory_bandwidth_bytes_per_s.relative_error))
+
+
+def launch_error(device: Device) -> float:
+    """Half-width of the range of launching time, as a fraction."""
+    return min(1.0, hypot(COMPUTE_ERROR, device.launch_s.relative_error))
