@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
 from profiles.model.profile import ModelProfile
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 
 IDS = torch.arange(2 * 16).reshape(2, 16) % 90 + 3  # none of the special tokens
 TOKENS: Batch = {"input_ids": IDS, "labels": IDS}

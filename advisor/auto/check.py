@@ -39,7 +39,7 @@ from profiles.allocator.process_peak import (
     release_freed_memory,
     reset_peak_memory,
 )
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.errors import InputError, PlanError, UnknownNameError
 from profiles.machine.bench import BUDGET_S, bench
 from profiles.machine.cluster import ClusterProfile

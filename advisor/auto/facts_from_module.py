@@ -17,8 +17,8 @@ from advisor.learning.run_log import pace_of, with_anchor, with_runs
 from engines.plan import PartialPlan, Precision
 from engines.state.optimizer import OptimizerFactory
 from engines.state.optimizer_footprint import optimizer_footprint
-from profiles.capture.batch import Batch
-from profiles.capture.batch_dims import SaidDims
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.dims import SaidDims
 from profiles.capture.capture import capture
 from profiles.errors import InputError, ModelError
 from profiles.machine.cluster import ClusterProfile
@@ -67,7 +67,7 @@ def facts_from_module(
 
     Args:
         global_batch_size: by default a sample for each rank of the cluster, whatever the plan.
-        batch_dims: of the sample, see `profiles.capture.batch_dims`.
+        batch_dims: of the sample, see `profiles.capture.batch.dims`.
         learns: correct constants by runs and by a step of such a model measured on this machine.
         anchor: such a step, read from a file.
         may_reduce: if no precision is named, plan for bf16 on devices that have units for it;

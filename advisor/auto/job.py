@@ -10,7 +10,7 @@ from torch import nn
 from engines.optional.data_parallel import require_devices
 from engines.plan import AXES, DataParallel, PartialPlan
 from engines.runtime.world import World, texts_of_ranks
-from profiles.capture.manual_placement import accelerators_of
+from profiles.capture.module.manual_placement import accelerators_of
 from profiles.errors import PlanError
 from profiles.machine.bench import recall_or_bench
 from profiles.machine.cluster import ClusterProfile

@@ -28,9 +28,9 @@ from engines.plan import PartialPlan, read_settings
 from engines.runtime.steps import WARM_UP_STEPS
 from engines.runtime.world import World, join_world
 from engines.state.optimizer import OptimizerFactory
-from profiles.capture.batch import Batch
-from profiles.capture.batch_dims import Dims, dims_of
-from profiles.capture.batch_rows import batch_size, repeat_rows, split_rows
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.dims import Dims, dims_of
+from profiles.capture.batch.rows import batch_size, repeat_rows, split_rows
 from profiles.errors import InputError, RankError, UnknownNameError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe

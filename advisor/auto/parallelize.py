@@ -54,8 +54,8 @@ from engines.state.weights import Weights
 from engines.tensor.proposal import propose_styles
 from engines.tensor.split_proof import SplitProof
 from profiles.allocator.process_peak import release_freed_memory
-from profiles.capture.batch import Batch
-from profiles.capture.batch_dims import SaidDims, describe_dims
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.dims import SaidDims, describe_dims
 from profiles.errors import AdvisorError, InputError, NoPlanError
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe

@@ -29,9 +29,9 @@ from engines.parallel import ParallelModel
 from engines.parallel.parity import TOLERANCES, Difference, Tolerance, largest_difference
 from engines.plan import Plan, read_settings
 from engines.runtime.world import World, join_world, texts_of_ranks
-from profiles.capture.batch import Batch, call_model, loss_of
-from profiles.capture.batch_rows import batch_size, split_rows
-from profiles.capture.batch_tree import batch_tensors, map_batch
+from profiles.capture.batch.call import Batch, call_model, loss_of
+from profiles.capture.batch.rows import batch_size, split_rows
+from profiles.capture.batch.tree import batch_tensors, map_batch
 from profiles.errors import InputError
 from profiles.machine.host import machine_memory_bytes
 from profiles.machine.probe import probe

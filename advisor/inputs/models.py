@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from advisor.inputs.bundled.gpt import GPTConfig
-    from profiles.capture.batch import Batch, LossFn
+    from profiles.capture.batch.call import Batch, LossFn
 
 CONFIG = "config.json"
 BUNDLED = "advisor.inputs.bundled.gpt"
@@ -222,7 +222,7 @@ def _resized(sample: Batch, before: int | None, after: int) -> Batch:
     """Resize by repeating values, which do not matter."""
     import torch
 
-    from profiles.capture.batch_tree import map_batch
+    from profiles.capture.batch.tree import map_batch
 
     def resized(tensor: Tensor) -> Tensor:
         for dim in range(1, tensor.ndim):

@@ -16,7 +16,7 @@ from profiles.model.profile import ModelProfile
 if TYPE_CHECKING:
     from torch import nn
 
-    from profiles.capture.batch import Batch
+    from profiles.capture.batch.call import Batch
 
 _RUNS = re.compile(r"resnet-?(18|34|50|101|152)(-\d+px)?")
 

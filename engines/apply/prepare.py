@@ -24,7 +24,7 @@ from engines.state.layout import Layout
 from engines.state.materialise import deferred_weights_of
 from engines.state.optimizer import names_of
 from engines.state.weights import Weights
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 
 
 def prepare(

@@ -9,9 +9,9 @@ from engines.data.loss_parts import seen_on
 from engines.data.loss_rule import LossParts
 from engines.runtime.world import texts_of_ranks
 from engines.tensor.split_proof import SplitProof, prove_split
-from profiles.capture.batch import Batch
-from profiles.capture.batch_dims import describe_dims
-from profiles.capture.batch_rows import batch_size
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.dims import describe_dims
+from profiles.capture.batch.rows import batch_size
 from profiles.errors import BatchError, PlanError
 from profiles.record import Record
 

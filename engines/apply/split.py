@@ -11,8 +11,8 @@ from engines.plan import Recompute
 from engines.runtime.failures import all_ranks_succeed
 from engines.tensor.collectives import SEQUENCE
 from engines.tensor.split import split_over
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import batch_size, split_rows
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import batch_size, split_rows
 
 
 def make_stages(build: Build, sample: Batch | None) -> None:

@@ -38,7 +38,7 @@ from engines.plan import Plan
 from engines.runtime.world import World, join_world, rank_error_context
 from engines.state.optimizer import OptimizerFactory
 from engines.state.weights import Weights
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.profile import ModelProfile
 

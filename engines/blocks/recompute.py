@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective
 from engines.blocks.selective import OTHER_PRODUCT, selective_contexts
 from engines.blocks.wrap import wrap_forward
 from engines.plan import Plan, Recompute
-from profiles.capture.operators import kept_operators
+from profiles.capture.operators.table import kept_operators
 from profiles.errors import ModelError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_batch_norm, version_of

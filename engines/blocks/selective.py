@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiles.capture.operators import kept_operators
+from profiles.capture.operators.table import kept_operators
 from profiles.torch_compat import (
     Operator,
     TorchDispatchMode,

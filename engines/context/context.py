@@ -19,7 +19,7 @@ from engines.context.ring import Ring
 from engines.context.tokens import joined, part
 from engines.data.microbatches import silence, weighted
 from engines.runtime.mesh import Axis
-from profiles.capture.batch import Batch, LossFn, call_model, loss_of
+from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of
 from profiles.errors import BatchError, ModelError
 from profiles.torch_compat import all_gather_single, map_tensors, tensors_in
 

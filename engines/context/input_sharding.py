@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 
 from engines.context.tokens import part, places
 from engines.data.loss_rule import LossParts, weight_of
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_items, batch_tensors, describe, map_batch
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import batch_items, batch_tensors, describe, map_batch
 from profiles.errors import BatchError
 from profiles.record import Record
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from engines.context.input_sharding import IGNORED, has_tokens, length_of
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import batch_size, split_rows
-from profiles.capture.batch_tree import map_batch
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import batch_size, split_rows
+from profiles.capture.batch.tree import map_batch
 
 SEED = 20
 LARGE = 2**26  # parameters from which on layers of the copy share their numbers

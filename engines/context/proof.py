@@ -31,10 +31,10 @@ from engines.context.model_copy import copied, short
 from engines.context.tokens import part
 from engines.data.batch_variants import ComparedNumbers, Variant, ran_variants
 from engines.data.loss_rule import CutBatch, LossParts, TriedBatch, possible_terms, rule_of
-from profiles.capture.batch import Batch, LossFn, call_model, find_loss, loss_of
-from profiles.capture.batch_tree import describe, map_batch
-from profiles.capture.fake_mode import FakeRunMode
-from profiles.capture.fake_tensors import preserved_random_state, stand_ins
+from profiles.capture.batch.call import Batch, LossFn, call_model, find_loss, loss_of
+from profiles.capture.batch.tree import describe, map_batch
+from profiles.capture.fakes.mode import FakeRunMode
+from profiles.capture.fakes.tensors import preserved_random_state, stand_ins
 from profiles.capture.frames import summary
 from profiles.capture.loss_watch import LossWatch
 from profiles.errors import AdvisorError, BatchError, ModelError, PlanError

@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from engines.runtime.rank_agreement import Topic
-from profiles.capture.batch import Batch
-from profiles.capture.batch_dims import ELEMENTS, Dims
-from profiles.capture.batch_tree import INSIDE, is_leaf, map_nodes
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.dims import ELEMENTS, Dims
+from profiles.capture.batch.tree import INSIDE, is_leaf, map_nodes
 
 
 def batch_topic(batch: Batch, dims: Dims) -> Topic:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from profiles.capture.batch import Batch
-from profiles.capture.batch_dims import Dims
-from profiles.capture.batch_tree import INSIDE, batch_items, map_nodes
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.dims import Dims
+from profiles.capture.batch.tree import INSIDE, batch_items, map_nodes
 from profiles.record import Record
 from profiles.torch_compat import is_fake
 

@@ -23,8 +23,8 @@ from engines.data.loss_scale import LossScaler
 from engines.data.replicas import local_part
 from engines.data.running_statistics import running_statistics
 from engines.runtime.world import World, name_ranks, texts_of_ranks
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_items
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import batch_items
 from profiles.errors import NonFiniteError, UnknownNameError
 from profiles.torch_compat import tensors_in
 

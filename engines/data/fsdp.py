@@ -14,8 +14,8 @@ stay whole until the round is over and are reduce-scattered once, under zero1 af
 round only; zero1 and zero2 keep parameters whole from the first forward of the step to the end of
 its last round. FSDP2 ignores parameters of other ranks' stages.
 
-Every rank keeps whole what cannot be cut (`profiles.capture.whole_parameters`), and its gradients
-are averaged when a step is over. Gradients of embeddings are dense.
+Every rank keeps whole what cannot be cut (`profiles.capture.module.whole_parameters`), and its
+gradients are averaged when a step is over. Gradients of embeddings are dense.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from engines.data.hidden_outputs import close_output, open_output
 from engines.data.replicas import has_gradient
 from engines.plan import DataParallel, OffloadTo, Plan
-from profiles.capture.whole_parameters import whole_parameters
+from profiles.capture.module.whole_parameters import whole_parameters
 from profiles.errors import ModelError, PlanError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_view, map_tensors

@@ -30,9 +30,9 @@ from engines.runtime.data_place import DataPlace
 from engines.runtime.preflight import shared_memory, shm_free_bytes
 from engines.runtime.random_states import random_states, restore_random_states
 from engines.runtime.rank_agreement import Topic
-from profiles.capture.batch import Batch
-from profiles.capture.batch_dims import Dims
-from profiles.capture.batch_rows import batch_size, split_rows
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.dims import Dims
+from profiles.capture.batch.rows import batch_size, split_rows
 from profiles.errors import BatchError, InputError, a_type
 from profiles.model.profile import ModelProfile
 
@@ -65,7 +65,7 @@ class ShardedLoader:
     `DistributedSampler` passes through, with its epoch set.
 
     Args:
-        dims: of the batches, where they are known; see `profiles.capture.batch_dims`.
+        dims: of the batches, where they are known; see `profiles.capture.batch.dims`.
         copies: to the device, begun one batch ahead where workers load and pin the batches.
 
     Raises:

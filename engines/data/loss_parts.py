@@ -29,11 +29,11 @@ from engines.data.loss_rule import (
     possible_terms,
     rule_of,
 )
-from profiles.capture.batch import Batch, LossFn, call_model, loss_of
-from profiles.capture.batch_dims import Dims
-from profiles.capture.batch_rows import batch_size, split_rows
-from profiles.capture.batch_tree import batch_tensors, map_batch
-from profiles.capture.fake_tensors import stand_ins
+from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of
+from profiles.capture.batch.dims import Dims
+from profiles.capture.batch.rows import batch_size, split_rows
+from profiles.capture.batch.tree import batch_tensors, map_batch
+from profiles.capture.fakes.tensors import stand_ins
 from profiles.capture.frames import summary
 from profiles.capture.loss_watch import LossWatch
 from profiles.machine.host import machine_memory_bytes

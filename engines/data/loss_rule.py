@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engines.data.batch_variants import Change, Variant
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_items, describe
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import batch_items, describe
 from profiles.errors import BatchError
 from profiles.model.loss_terms import LossTerms
 from profiles.record import Record

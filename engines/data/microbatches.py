@@ -30,9 +30,9 @@ from engines.runtime.world import (
     sum_over_ranks,
     texts_of_ranks,
 )
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import batch_size, split_rows
-from profiles.capture.batch_tree import batch_tensors, describe, map_batch
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import batch_size, split_rows
+from profiles.capture.batch.tree import batch_tensors, describe, map_batch
 from profiles.errors import BatchError, RankMismatchError
 from profiles.model.profile import ModelProfile
 

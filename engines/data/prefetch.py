@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_tensors, map_batch
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import batch_tensors, map_batch
 from profiles.torch_compat import version_of
 
 

@@ -1,4 +1,4 @@
-"""Modules that hold experts (by `profiles.capture.experts`), and the test that these can be
+"""Modules that hold experts (by `profiles.capture.module.experts`), and the test that these can be
 sharded."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.experts import experts_of
-from profiles.capture.fake_tensors import preserved_random_state
+from profiles.capture.fakes.tensors import preserved_random_state
+from profiles.capture.module.experts import experts_of
 from profiles.errors import PlanError, a_type
 
 TOLERANCE = 1e-4

@@ -23,7 +23,7 @@ from engines.experts.container import containers, counts_of, require_separable
 from engines.experts.token_dispatch import dispatch
 from engines.runtime.mesh import Axis
 from engines.state.slices import Slice
-from profiles.capture.experts import experts_of
+from profiles.capture.module.experts import experts_of
 from profiles.errors import PlanError
 
 EXPERTS_FIRST = Slice(dim=0)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from engines.runtime.world import World
-from profiles.capture.batch import Batch, LossFn
-from profiles.capture.batch_tree import map_batch
-from profiles.capture.manual_placement import devices_of, is_manually_placed
+from profiles.capture.batch.call import Batch, LossFn
+from profiles.capture.batch.tree import map_batch
+from profiles.capture.module.manual_placement import devices_of, is_manually_placed
 from profiles.model.profile import ModelProfile
 
 

@@ -14,7 +14,7 @@ from engines.data.loader import ShardedLoader, length_topic
 from engines.parallel.checkpointing import CheckpointMixin, PathLike
 from engines.parallel.saved_run import Resume, SavedRun
 from engines.runtime.rank_agreement import require_agreement
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.errors import InputError
 
 Reason = Literal["steps", "epochs", "signal"]

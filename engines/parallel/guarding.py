@@ -16,7 +16,7 @@ from engines.plan import Plan
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.world import World, rank_error_context
 from engines.state.optimizer_settings import EqualSettings
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 
 
 class GuardingMixin:

@@ -56,7 +56,7 @@ from engines.state.checkpoint.objects import Stateful
 from engines.state.checkpoint.save import CheckpointSave
 from engines.state.layout import LayerSplit, Layout
 from engines.state.optimizer_settings import EqualSettings
-from profiles.capture.batch import Batch, call_model, loss_of, with_gradient
+from profiles.capture.batch.call import Batch, call_model, loss_of, with_gradient
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile
 

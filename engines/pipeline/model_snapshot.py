@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.fake_tensors import copied
+from profiles.capture.fakes.tensors import copied
 
 
 class ModelSnapshot:

@@ -27,8 +27,8 @@ from engines.pipeline.tied_parameters import sum_ties, ties_of
 from engines.plan import Plan, Recompute
 from engines.runtime.failures import abort_groups
 from engines.runtime.mesh import Mesh
-from profiles.capture.batch import Batch, LossFn
-from profiles.capture.batch_tree import batch_items, describe
+from profiles.capture.batch.call import Batch, LossFn
+from profiles.capture.batch.tree import batch_items, describe
 from profiles.errors import BatchError
 from profiles.model.profile import ModelProfile, Numerics
 

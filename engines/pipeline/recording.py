@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from engines.pipeline.segments import unit_calls
 from engines.state.token_shares import note_length
-from profiles.capture.batch import Batch, call_model
-from profiles.capture.batch_tree import describe, map_batch
-from profiles.capture.fake_mode import FakeRunMode
-from profiles.capture.fake_tensors import stand_ins
+from profiles.capture.batch.call import Batch, call_model
+from profiles.capture.batch.tree import describe, map_batch
+from profiles.capture.fakes.known_values import ArrayReads, KnownValues
+from profiles.capture.fakes.mode import FakeRunMode
+from profiles.capture.fakes.tensors import stand_ins
 from profiles.capture.frames import model_line
-from profiles.capture.known_values import ArrayReads, KnownValues
 from profiles.errors import ModelError
 from profiles.model.flow import Flow, Key, Terms
 from profiles.model.profile import Numerics

@@ -16,7 +16,7 @@ from engines.data.microbatches import silence, weighted
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
 from engines.pipeline.segments import Segment
-from profiles.capture.batch import Batch, LossFn, call_model, loss_of, with_gradient
+from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of, with_gradient
 from profiles.errors import ModelError
 from profiles.model.flow import Terms
 from profiles.torch_compat import is_fake

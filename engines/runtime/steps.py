@@ -12,8 +12,8 @@ import torch
 from engines.plan import Plan
 from engines.runtime.world import World
 from profiles.allocator.process_peak import peak_memory_bytes
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_tensors
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import batch_tensors
 from profiles.errors import BatchError
 from profiles.model.profile import ModelProfile
 from profiles.provenance import Timing

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from engines.state.chunked_step import step_in_chunks
 from engines.state.optimizer import OptimizerFactory
-from profiles.capture.fake_tensors import Fakes
-from profiles.capture.operators import flop_formulas, launches, moved_bytes
+from profiles.capture.fakes.tensors import Fakes
+from profiles.capture.operators.table import flop_formulas, launches, moved_bytes
 from profiles.errors import InputError
 from profiles.model.profile import GLUE
 from profiles.torch_compat import (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engines.state.slices import Slice
 from engines.tensor.styles import Kind, Style
-from profiles.capture.transformers_compat import is_transposed_linear
+from profiles.capture.fakes.transformers_compat import is_transposed_linear
 from profiles.errors import PlanError
 from profiles.torch_compat import has_gradient_hooks
 

@@ -26,10 +26,10 @@ from engines.tensor.token_rules import pairs_take_one_tensor
 from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
 from engines.tensor.variants import Styles, sequence_variants, united
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import map_batch
-from profiles.capture.fake_mode import FakeRunMode
-from profiles.capture.fake_tensors import stand_ins
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import map_batch
+from profiles.capture.fakes.mode import FakeRunMode
+from profiles.capture.fakes.tensors import stand_ins
 from profiles.errors import BatchError, ModelError, PlanError
 from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import ModelProfile

@@ -22,7 +22,7 @@ from engines.tensor.layers import feature_dim, features, slices_of, with_bias, w
 from engines.tensor.logits import VocabLogits
 from engines.tensor.sequence_parallel import exchange_tokens
 from engines.tensor.styles import CUTTING, LOCAL, Kind, Style, cutting
-from profiles.capture.transformers_compat import is_transposed_linear
+from profiles.capture.fakes.transformers_compat import is_transposed_linear
 from profiles.errors import PlanError
 
 _LAST = Slice(-1)

@@ -29,7 +29,7 @@ from engines.tensor.token_rules import SPLIT
 from engines.tensor.unit_copy import UnitCopy, copy_unit, unit_kinds
 from engines.tensor.unit_proof import Verdict, prove_unit
 from engines.tensor.variants import ALONE, Styles, united
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.errors import PlanError, a_type
 from profiles.model.flow import GLUE, LOSS, Flow
 from profiles.model.profile import ModelProfile

@@ -15,10 +15,10 @@ from engines.tensor.sequence_parallel import hidden_values
 from engines.tensor.styles import Kind, Style, ordered
 from engines.tensor.token_rules import SPLIT
 from engines.tensor.variants import Styles
-from profiles.capture.batch import Batch, call_model
-from profiles.capture.batch_tree import map_batch
-from profiles.capture.fake_mode import FakeRunMode
-from profiles.capture.fake_tensors import stand_ins
+from profiles.capture.batch.call import Batch, call_model
+from profiles.capture.batch.tree import map_batch
+from profiles.capture.fakes.mode import FakeRunMode
+from profiles.capture.fakes.tensors import stand_ins
 from profiles.errors import AdvisorError
 from profiles.torch_compat import Operator, flatten, storage_of, tensors_in, without_onednn
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from engines.tensor.copy_tree import copy_tree
-from profiles.capture.batch import Batch, call_model
-from profiles.capture.batch_rows import split_rows
-from profiles.capture.batch_tree import map_batch
-from profiles.capture.fake_mode import FakeRunMode
-from profiles.capture.fake_tensors import preserved_random_state, replaced, stand_ins
-from profiles.capture.known_values import known_values
+from profiles.capture.batch.call import Batch, call_model
+from profiles.capture.batch.rows import split_rows
+from profiles.capture.batch.tree import map_batch
+from profiles.capture.fakes.known_values import known_values
+from profiles.capture.fakes.mode import FakeRunMode
+from profiles.capture.fakes.tensors import preserved_random_state, replaced, stand_ins
 from profiles.errors import ModelError
 from profiles.torch_compat import (
     flatten,

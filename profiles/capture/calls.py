@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch, LossFn, call_model
-from profiles.capture.batch_tree import batch_tensors, map_batch
-from profiles.capture.fake_mode import FakeRunMode
-from profiles.capture.fake_tensors import stand_ins
+from profiles.capture.batch.call import Batch, LossFn, call_model
+from profiles.capture.batch.tree import batch_tensors, map_batch
+from profiles.capture.fakes.known_values import known_values
+from profiles.capture.fakes.mode import FakeRunMode
+from profiles.capture.fakes.tensors import stand_ins
 from profiles.capture.frames import summary
-from profiles.capture.known_values import known_values
-from profiles.capture.modules import Unit, find_units
+from profiles.capture.module.units import Unit, find_units
 from profiles.errors import AdvisorError, ModelError
 from profiles.model.profile import LOSS, Numerics
 from profiles.torch_compat import map_leaves, map_tensors

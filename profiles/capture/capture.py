@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch, LossFn
-from profiles.capture.batch_dims import Dim, SaidDims
-from profiles.capture.batch_rows import batch_size, split_rows
-from profiles.capture.batch_tree import batch_items, batch_tensors, describe
-from profiles.capture.copy_trace import crossings
-from profiles.capture.experts import experts_of
+from profiles.capture.batch.call import Batch, LossFn
+from profiles.capture.batch.dims import Dim, SaidDims
+from profiles.capture.batch.rows import batch_size, split_rows
+from profiles.capture.batch.tree import batch_items, batch_tensors, describe
 from profiles.capture.ladder import trace
+from profiles.capture.module.experts import experts_of
+from profiles.capture.module.whole_parameters import shapes_of, whole_parameters, with_whole
 from profiles.capture.subject import TracedModel, dtype_name, require_module
 from profiles.capture.trace_step import StepTrace
+from profiles.capture.traces.copy_trace import crossings
 from profiles.capture.two_sizes import first_that_runs, sample_dims
-from profiles.capture.whole_parameters import shapes_of, whole_parameters, with_whole
 from profiles.errors import BatchError, ModelError
 from profiles.model.flow import Flow, Value
 from profiles.model.profile import (
@@ -55,8 +55,8 @@ def capture(
 
     Kernels are those that torch has on a CPU: attention with dropout counts unfused, recurrent
     layers count step by step, an LSTM as oneDNN runs it. Models of transformers have the attention
-    masks of a real run (see `profiles.capture.transformers_compat`); one given in the sample counts
-    as if it hid something.
+    masks of a real run (see `profiles.capture.fakes.transformers_compat`); one given in the sample
+    counts as if it hid something.
 
     Args:
         sample: one local batch: a tensor, (inputs..., target) or a mapping of keyword arguments.
@@ -66,7 +66,7 @@ def capture(
         name: of the profile; the class name if None.
         every_block: run each block. Else two of those that are equal run, and the rest are taken to
             be as the second.
-        batch_dims: dimensions of the batch that are known, see `profiles.capture.batch_dims`.
+        batch_dims: dimensions of the batch that are known, see `profiles.capture.batch.dims`.
         on_processor: the model trains there; else see `AcceleratorOperators`.
 
     Raises:

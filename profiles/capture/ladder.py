@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import call_model, loss_of
-from profiles.capture.batch_rows import batch_size, split_rows
-from profiles.capture.batch_tree import map_batch
-from profiles.capture.fake_mode import DROPPED, KEPT
-from profiles.capture.fake_tensors import preserved_random_state, replaced
+from profiles.capture.batch.call import call_model, loss_of
+from profiles.capture.batch.rows import batch_size, split_rows
+from profiles.capture.batch.tree import map_batch
+from profiles.capture.fakes.mode import DROPPED, KEPT
+from profiles.capture.fakes.tensors import preserved_random_state, replaced
 from profiles.capture.frames import model_line, summary
 from profiles.capture.model_errors import CannotFollow, LimitExceeded
 from profiles.capture.parameter_trace import trace_parameters

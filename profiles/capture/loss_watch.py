@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_items
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import batch_items
 from profiles.model.loss_terms import LossTerms
 from profiles.torch_compat import is_fake, map_leaves, tensors_in, without_modes
 from profiles.torch_compat.logits import (

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from profiles.capture.batch_tree import describe
+from profiles.capture.batch.tree import describe
 from profiles.capture.frames import model_line, summary, user_line
 from profiles.capture.subject import TracedModel
 from profiles.errors import AdvisorError, ModelError, a_type

@@ -6,7 +6,7 @@ from math import prod
 
 from torch import nn
 
-from profiles.capture.batch_tree import batch_tensors
+from profiles.capture.batch.tree import batch_tensors
 from profiles.capture.subject import TracedModel
 from profiles.capture.trace_step import StepTrace
 from profiles.model.flow import Flow

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from profiles.capture.batch import Batch, LossFn
-from profiles.capture.batch_dims import Dims
-from profiles.capture.batch_tree import batch_tensors
-from profiles.capture.layer_trace import Shapes, layer_shapes
-from profiles.capture.manual_placement import devices_of, is_manually_placed
-from profiles.capture.modules import Unit, find_units, owners
+from profiles.capture.batch.call import Batch, LossFn
+from profiles.capture.batch.dims import Dims
+from profiles.capture.batch.tree import batch_tensors
+from profiles.capture.module.manual_placement import devices_of, is_manually_placed
+from profiles.capture.module.units import Unit, find_units, owners
+from profiles.capture.traces.layer_trace import Shapes, layer_shapes
 from profiles.errors import ModelError, a_type
 
 
@@ -24,7 +24,7 @@ class TracedModel:
     """The model to trace. Parameters are known by their ids, so that a tied one is one.
 
     Attributes:
-        dims: of the sample, see `profiles.capture.batch_dims`.
+        dims: of the sample, see `profiles.capture.batch.dims`.
         on_processor: operators are a processor's, else see `AcceleratorOperators`.
         units: see `find_units`.
         owners: unit of each module, by id.

@@ -10,22 +10,22 @@ from types import NoneType
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.accelerator_operators import AcceleratorOperators
-from profiles.capture.batch import Batch, call_model, find_loss, loss_of
-from profiles.capture.batch_rows import repeat_rows
-from profiles.capture.batch_tree import map_batch
-from profiles.capture.copy_trace import Copy
-from profiles.capture.dispatch_modes import TraceMode
-from profiles.capture.fake_mode import KEPT, FakeRunMode
-from profiles.capture.fake_tensors import Fakes, stand_ins
-from profiles.capture.known_values import ArrayReads, known_values
+from profiles.capture.batch.call import Batch, call_model, find_loss, loss_of
+from profiles.capture.batch.rows import repeat_rows
+from profiles.capture.batch.tree import map_batch
+from profiles.capture.fakes.known_values import ArrayReads, known_values
+from profiles.capture.fakes.mode import KEPT, FakeRunMode
+from profiles.capture.fakes.tensors import Fakes, stand_ins
 from profiles.capture.loss_watch import LossWatch
-from profiles.capture.lstm_kernels import LstmKernels
 from profiles.capture.model_errors import explained
-from profiles.capture.recurrent_loops import RecurrentLoops
-from profiles.capture.repeats import Repeats, drawn_state
-from profiles.capture.storages import Storages
+from profiles.capture.operators.accelerators import AcceleratorOperators
+from profiles.capture.operators.lstm_kernels import LstmKernels
+from profiles.capture.operators.recurrent_loops import RecurrentLoops
 from profiles.capture.subject import TracedModel
+from profiles.capture.traces.copy_trace import Copy
+from profiles.capture.traces.dispatch_modes import TraceMode
+from profiles.capture.traces.repeats import Repeats, drawn_state
+from profiles.capture.traces.storages import Storages
 from profiles.errors import ModelError, a_type
 from profiles.model.flow import Flow
 from profiles.model.profile import LOSS, LossTerms, Numerics

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from profiles.capture.batch import Batch, LossFn, call_model, find_loss, loss_of
-from profiles.capture.batch_dims import Dim, Dims, SaidDims, possible_dims, sizes_differ
-from profiles.capture.batch_rows import batch_size, repeat_rows
-from profiles.capture.batch_tree import batch_items, map_batch
-from profiles.capture.fake_mode import FakeRunMode
-from profiles.capture.fake_tensors import stand_ins
+from profiles.capture.batch.call import Batch, LossFn, call_model, find_loss, loss_of
+from profiles.capture.batch.dims import Dim, Dims, SaidDims, possible_dims, sizes_differ
+from profiles.capture.batch.rows import batch_size, repeat_rows
+from profiles.capture.batch.tree import batch_items, map_batch
+from profiles.capture.fakes.mode import FakeRunMode
+from profiles.capture.fakes.tensors import stand_ins
 from profiles.capture.frames import summary
 from profiles.errors import BatchError
 from profiles.torch_compat import without_onednn

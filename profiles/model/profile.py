@@ -56,7 +56,7 @@ class UnitCost(Record):
         forward_moved_bytes, backward_moved_bytes: bytes that the operations read and write in
             device memory, one operation after another, nothing fused.
         forward_cycles, backward_cycles: of a processor's core, beyond those in which it moves these
-            bytes (`profiles.capture.core_cycles`); 0 if counted from a config.
+            bytes (`profiles.capture.operators.core_cycles`); 0 if counted from a config.
         forward_kernels, backward_kernels: operations launched; those that a loop in C++ launches
             (GRU) count for less, as they take the host less.
         activation_bytes: kept from forward to backward, parameters and the batch not counted.
@@ -134,7 +134,7 @@ class UnitProfile(Record):
         trained_dtypes: of those that are trained; empty where they are the same, or none.
         shapes: of the trainable parameters, equal ones together; empty where they are not known.
         whole_bytes: of parameters that stay whole on every rank where the others are sharded (see
-            `profiles.capture.whole_parameters`).
+            `profiles.capture.module.whole_parameters`).
         whole_shapes: as `shapes`, of the trainable ones among these.
         experts: how many a module in it holds as weights with a dimension of their own; ascending.
         is_shared: a parameter of the unit is tied to, or used by code of, another place; the unit
@@ -185,7 +185,7 @@ class ModelProfile(Document):
         tokens_per_sample: sequence length where the sample is token ids, else None.
         batch_bytes: the sample itself.
         batch_dims: which values of a batch have rows, and along which dimension: see
-            `profiles.capture.batch_dims`.
+            `profiles.capture.batch.dims`.
         tied: groups of parameter names that are one tensor.
         unused: trainable parameters that got no gradient from the sample.
         sparse_gradients: parameters whose gradients are sparse.

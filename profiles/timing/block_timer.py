@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch, LossFn
+from profiles.capture.batch.call import Batch, LossFn
 from profiles.capture.calls import CallSpec, inputs_of
 from profiles.model.profile import Numerics
 from profiles.provenance import Timing

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from profiles.cache import cache_path, keep, our_version, recall
-from profiles.capture.batch import Batch, LossFn
+from profiles.capture.batch.call import Batch, LossFn
 from profiles.capture.calls import CallSpec, calls_of
-from profiles.capture.fake_tensors import preserved_random_state
+from profiles.capture.fakes.tensors import preserved_random_state
 from profiles.capture.frames import summary
-from profiles.capture.modules import find_units
+from profiles.capture.module.units import find_units
 from profiles.model.profile import LOSS, ModelProfile, Numerics, UnitProfile
 from profiles.model.times import BlockTimes, UnitTiming
 from profiles.timing.block_timer import time_unit

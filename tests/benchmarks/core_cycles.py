@@ -4,8 +4,8 @@ First cycles of a core for an element, by operator.
 
 Every operator that these functions call, forward and backward, alone on a core, on a tensor that
 its cache holds: measured, beyond products and what it moves at `BYTES_PER_CYCLE`, and as charged
-by `profiles.capture.core_cycles`. Those that are charged nothing and take less than one are left
-out.
+by `profiles.capture.operators.core_cycles`. Those that are charged nothing and take less than one
+are left out.
 
 Then products whose operands no cache holds, forward and both gradients: seconds beyond those of
 their FLOP at the rate of a large product, over those of their bytes at the rate of a copy.
@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.cost.compute.rates import FLOP_PER_CYCLE
-from profiles.capture.core_cycles import core_cycles
-from profiles.capture.operators import attended, flop_formulas, moved_bytes
+from profiles.capture.operators.core_cycles import core_cycles
+from profiles.capture.operators.table import attended, flop_formulas, moved_bytes
 from profiles.model.work import BYTES_PER_CYCLE, attention_cost
 from profiles.torch_compat import Operator, tensors_in
 from profiles.trace.layer_tally import attention_calls

@@ -19,7 +19,7 @@ from engines.pipeline.segments import stages_of_rank
 from engines.pipeline.stage import buffers
 from engines.plan import Plan, Precision, Recompute
 from engines.tensor.proposal import propose_styles
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
 from profiles.machine.cluster import Collective
 from profiles.model.profile import ModelProfile, Numerics

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from advisor.cost.model import CostModel
 from engines.apply import apply_plan
 from engines.plan import Plan
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
 from profiles.model.profile import Numerics
 from tests.contract.fake_world import fake_rank

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engines.apply import apply_plan
 from engines.plan import DataParallel, Plan
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
 from profiles.model.profile import ModelProfile, Numerics
 from tests.contract.watch import (

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.machine.cluster import ClusterProfile, Device, Link
 from profiles.model.profile import ModelProfile
 from profiles.provenance import Quantity, Source

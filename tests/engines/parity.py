@@ -14,8 +14,8 @@ from engines.data.loader import split_rows_evenly
 from engines.parallel import ParallelModel
 from engines.parallel.parity import relative as relative
 from engines.plan import Plan
-from profiles.capture.batch import Batch, call_model, loss_of
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.call import Batch, call_model, loss_of
+from profiles.capture.batch.rows import split_rows
 from tests.engines.cases import CASES, WIRINGS, Case, cpu_ranks, profile_of
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from tests.engines.cases import Case
 
 WIDTH, CLASSES = 32, 5

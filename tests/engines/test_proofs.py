@@ -9,7 +9,7 @@ from engines.context.proof import SequenceProof
 from engines.plan import Plan
 from engines.tensor.proposal import propose_styles
 from engines.tensor.split_proof import SplitProof
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import CASES, cpu_ranks, profile_of
 from tests.workers import Pool

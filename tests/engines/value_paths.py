@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from tests.engines.cases import Case
 
 WIDTH, LENGTH, CLASSES, IMAGE = 16, 6, 5, 9

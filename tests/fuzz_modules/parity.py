@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from engines.apply import apply_plan
 from engines.data.loader import split_rows_evenly
 from engines.plan import Plan
-from profiles.capture.batch import call_model, loss_of
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.call import call_model, loss_of
+from profiles.capture.batch.rows import split_rows
 from profiles.errors import AdvisorError
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks

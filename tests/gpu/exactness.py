@@ -21,7 +21,7 @@ from engines.parallel.parity import TOLERANCES, largest_difference
 from engines.plan import OffloadTo, Plan, Precision
 from engines.runtime.world import World
 from engines.tensor.proposal import propose_styles
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
 from profiles.model.profile import Numerics
 from tests.engines.cases import CASES, Case, cpu_ranks

@@ -22,7 +22,7 @@ from advisor.cost.load.unit_load import UnitLoad
 from advisor.inputs.facts import Facts
 from engines.parallel import ParallelModel
 from engines.plan import Plan
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.profile import ModelProfile
 from profiles.model.work import ProductKind

@@ -22,7 +22,7 @@ from torch import nn
 from advisor.inputs.bundled import gpt
 from advisor.inputs.bundled.resnet import CLASSES, ResNet
 from engines.state.materialise import DeferredWeights
-from profiles.capture.batch import Batch, LossFn
+from profiles.capture.batch.call import Batch, LossFn
 from profiles.capture.capture import capture
 from profiles.model.profile import ModelProfile, Numerics
 from tests.contract.watch import local

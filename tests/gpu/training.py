@@ -19,8 +19,8 @@ from advisor.cost import Estimate
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Plan
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import map_batch
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import map_batch
 from profiles.errors import PlanError
 from tests.gpu.case import Case
 from tests.gpu.predict import (

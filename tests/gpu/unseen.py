@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from tests.gpu.subjects import DECODER, Subject, draw, ids, images, labelled, of_transformers
 from tests.regret.models import UNet
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engines.data.loss_rule import LossWeight
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import batch_size
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import batch_size
 from tests import zoo
 from tests.engines.cases import token_loss
 from tests.matrix import plain

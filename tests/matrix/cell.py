@@ -27,8 +27,8 @@ from engines.apply import apply_plan
 from engines.data.loader import split_rows_evenly
 from engines.parallel.parity import largest_difference
 from engines.plan import Plan
-from profiles.capture.batch import call_model, loss_of
-from profiles.capture.batch_rows import batch_size, split_rows
+from profiles.capture.batch.call import call_model, loss_of
+from profiles.capture.batch.rows import batch_size, split_rows
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
 from tests.matrix.architectures import Architecture, architecture_of

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.machine.cluster import ClusterProfile
 from tests.peers.subjects import ROWS, Subject, adam, share
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from advisor.inputs.bundled.gpt import GPT, GPTConfig
 from advisor.inputs.bundled.gpt import loss as gpt_loss
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 
 ROWS, LENGTH, VOCABULARY = 16, 64, 512
 PIXELS, LABELS = 64, 10

@@ -15,7 +15,7 @@ from advisor.inputs.facts import Facts
 from advisor.search.legal import Styles
 from engines.plan import Plan
 from engines.tensor.proposal import propose_styles
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile
 from tests.regret.cases import Case, limited

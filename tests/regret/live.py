@@ -16,9 +16,9 @@ from engines.data.loader import split_rows_evenly
 from engines.parallel import ParallelModel
 from engines.plan import DataParallel, Plan
 from engines.runtime.world import World, largest_over_ranks
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import split_rows
-from profiles.capture.batch_tree import batch_tensors
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import split_rows
+from profiles.capture.batch.tree import batch_tensors
 from tests.contract.watch import LiveBytes, gradients, local, optimizer_states
 from tests.regret.cases import Case
 from tests.regret.decided import sample_of

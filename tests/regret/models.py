@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from tests.engines.cases import Case
 
 VOCABULARY = 256

@@ -14,7 +14,7 @@ from torch import Tensor
 from engines.parallel.parity import relative_errors
 from engines.plan import Plan
 from engines.tensor.proposal import propose_styles
-from profiles.capture.batch import call_model, loss_of
+from profiles.capture.batch.call import call_model, loss_of
 from profiles.capture.capture import capture
 from profiles.errors import AdvisorError, PlanError
 from profiles.model.profile import ModelProfile

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import call_model, loss_of
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.call import call_model, loss_of
+from profiles.capture.batch.rows import split_rows
 from tests.matrix.architectures import Architecture
 from tests.zoo_classes.classes import class_of
 from tests.zoo_classes.configs import SIZES, small_config

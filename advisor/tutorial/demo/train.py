@@ -29,7 +29,7 @@ from advisor.tutorial.demo.text import ByteWindows, reference_text
 from engines.parallel import ParallelModel
 from engines.runtime.world import join_world, leave_world
 from profiles.allocator.process_peak import peak_memory_bytes, reset_peak_memory
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.errors import AdvisorError, InputError, PlanError
 from profiles.machine.bench import bench, progress
 from profiles.machine.probe import probe

@@ -13,7 +13,7 @@ from advisor.decide.decision import Decision
 from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from engines.data.replicas import local_part
 from engines.runtime.steps import WARM_UP_STEPS
-from profiles.capture.batch import LossFn
+from profiles.capture.batch.call import LossFn
 from profiles.machine.bench import bench
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe

@@ -1,4 +1,4 @@
-"""The weight layers that a unit goes through: what `profiles.capture.layer_trace` notes of
+"""The weight layers that a unit goes through: what `profiles.capture.traces.layer_trace` notes of
 torch's."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One forward and backward on arrays without values: torch's autograd in small.
 
-It does what `profiles.capture.dispatch_modes` and `profiles.capture.storages` watch torch do:
-operations read, write and launch, nodes save what their backward needs, gradients flow in
+It does what `dispatch_modes` and `storages` of `profiles.capture.traces` watch torch do: operations
+read, write and launch, nodes save what their backward needs, gradients flow in
 autograd's order, memory is released when the last reference goes.
 """
 
@@ -101,10 +101,10 @@ class Node:
 
 
 class Tape:
-    """Records a run by scopes: see `profiles.capture.dispatch_modes.TraceMode`.
+    """Records a run by scopes: see `profiles.capture.traces.dispatch_modes.TraceMode`.
 
     `on_processor`: kernels are those for processors, else for accelerators, see
-    `profiles.capture.accelerator_operators`.
+    `profiles.capture.operators.accelerators`.
     """
 
     def __init__(self, numerics: Numerics, *, on_processor: bool = True) -> None:

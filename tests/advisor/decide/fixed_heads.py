@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from advisor.inputs.bundled import gpt
-from profiles.capture.batch import Batch, LossFn
+from profiles.capture.batch.call import Batch, LossFn
 
 SHAPE = gpt.GPTConfig(vocab_size=128, context=16, num_layers=2, num_heads=4, width=32)
 

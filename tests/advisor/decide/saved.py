@@ -14,7 +14,7 @@ from advisor.inputs.bundled.gpt import GPT, SHAPES, GPTConfig, loss
 from engines.apply import apply_plan
 from engines.parallel.parity import relative_errors
 from engines.plan import load_plan
-from profiles.capture.batch import Batch, LossFn, call_model, loss_of
+from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of
 from tests.advisor.decide import fixed_heads
 from tests.engines.cases import cpu_ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 from engines.apply import apply_plan
 from engines.parallel import ParallelModel
 from engines.plan import Plan
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
 from profiles.errors import BatchError
 from tests.engines.cases import CASES, cpu_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from advisor import auto_parallelize
-from profiles.capture.batch import call_model, loss_of
+from profiles.capture.batch.call import call_model, loss_of
 from profiles.errors import AdvisorError, BatchError
 from tests.engines.cases import CASES, cpu_ranks
 from tests.engines.data.batch_kinds import KINDS, Kind

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.data.batch_norm import synchronise_batch_norms
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import split_rows
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import alone, local_rows, parallelize, reference_loss, relative, spread
 from tests.workers import Pool

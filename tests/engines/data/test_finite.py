@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.parallel import ParallelModel
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.errors import NonFiniteError, PlanError, UnknownNameError
 from tests.engines.cases import CASES
 from tests.engines.parity import alone, local_rows, parallelize

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from engines.data.loss_parts import seen_on
 from engines.data.loss_rule import LossParts, weight_of
-from profiles.capture.batch import call_model, loss_of
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.call import call_model, loss_of
+from profiles.capture.batch.rows import split_rows
 from profiles.capture.capture import capture
 from profiles.errors import BatchError, RankError
 from tests.engines.cases import Case

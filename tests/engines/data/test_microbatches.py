@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engines.data.microbatches import FIRST_CUTS
 from engines.plan import Plan
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import split_rows
 from profiles.errors import BatchError
 from tests.engines.cases import CASES
 from tests.engines.parity import (

@@ -12,7 +12,7 @@ from engines.data.loader import split_rows_evenly
 from engines.data.noise_scale import NoiseScale
 from engines.parallel import ParallelModel
 from engines.plan import Plan
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.rows import split_rows
 from profiles.errors import InputError, PlanError
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import alone, local_rows, reference_loss, spread

@@ -11,8 +11,8 @@ from torch import nn
 from advisor.auto.parallelize import auto_parallelize
 from engines.apply import apply_plan
 from engines.plan import Plan
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import batch_size
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import batch_size
 from tests.captured import captured
 from tests.engines.cases import cpu_ranks
 from tests.engines.parity import local_rows

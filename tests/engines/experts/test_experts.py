@@ -17,9 +17,9 @@ from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import join_world
 from engines.tensor.proposal import propose_styles
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
-from profiles.capture.experts import experts_of
+from profiles.capture.module.experts import experts_of
 from profiles.errors import PlanError
 from profiles.model.profile import ModelProfile, Numerics
 from tests.captured import captured

@@ -21,7 +21,7 @@ from engines.legality import problems
 from engines.plan import Plan
 from engines.runtime.world import join_world
 from profiles.capture.capture import capture
-from profiles.capture.manual_placement import devices_of, is_manually_placed
+from profiles.capture.module.manual_placement import devices_of, is_manually_placed
 from profiles.machine.clusters import cluster_from_name
 from profiles.model.profile import ModelProfile
 from profiles.workload.workload import Workload

@@ -19,7 +19,7 @@ from engines.plan import Plan
 from engines.state.checkpoint.shard_file import ShardWriter
 from engines.state.deferred import deferred
 from engines.tensor.proposal import propose_styles
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
 from profiles.errors import FileError, InputError, ModelError
 from tests.engines.cases import cpu_ranks

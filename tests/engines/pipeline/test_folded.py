@@ -14,8 +14,8 @@ from engines.data.loader import split_rows_evenly
 from engines.parallel.parity import relative_errors
 from engines.plan import Plan
 from engines.tensor.proposal import propose_styles
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import split_rows
 from tests.engines.cases import Block, Case, cpu_ranks, profile_of
 from tests.engines.parity import reference_loss
 from tests.matrix.cell import TOLERANCE

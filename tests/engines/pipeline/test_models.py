@@ -9,7 +9,7 @@ import torch
 
 from engines.apply import apply_plan
 from engines.plan import Plan
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.rows import split_rows
 from tests.captured import captured
 from tests.engines.cases import cpu_ranks
 from tests.workers import Pool

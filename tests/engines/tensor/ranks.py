@@ -13,7 +13,7 @@ from engines.tensor.collectives import GroupCollectives
 from engines.tensor.proposal import propose_styles
 from engines.tensor.split import split
 from engines.tensor.split_proof import prove_split
-from profiles.capture.batch import Batch, call_model, loss_of
+from profiles.capture.batch.call import Batch, call_model, loss_of
 from profiles.capture.capture import capture
 
 

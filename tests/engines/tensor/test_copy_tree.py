@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from engines.tensor.copy_tree import copy_tree
-from profiles.capture.fake_tensors import stand_ins
+from profiles.capture.fakes.tensors import stand_ins
 from profiles.errors import ModelError
 from profiles.torch_compat import is_fake
 from tests.engines.tensor import units

@@ -18,7 +18,7 @@ from engines.tensor.proposal import Proposal, propose_styles
 from engines.tensor.rules import proposed_styles
 from engines.tensor.split_proof import prove_split
 from engines.tensor.token_rules import split_tokens
-from profiles.capture.batch import call_model, loss_of
+from profiles.capture.batch.call import call_model, loss_of
 from profiles.capture.capture import capture
 from profiles.errors import BatchError, PlanError
 from profiles.model.profile import ModelProfile

@@ -23,7 +23,7 @@ from profiles.allocator.step_replay import (
     replay_stages,
 )
 from profiles.allocator.unit_memory import parameter_tensors, saved_sizes, scaled
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
 from profiles.capture.subject import TracedModel
 from profiles.capture.trace_step import trace_step

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from profiles.capture.batch import Batch, LossFn, call_model, loss_of
-from profiles.capture.batch_tree import batch_tensors
+from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of
+from profiles.capture.batch.tree import batch_tensors
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch, LossFn
+from profiles.capture.batch.call import Batch, LossFn
 from profiles.capture.capture import capture
 from profiles.model.profile import ModelProfile, Numerics
 from tests.engines.cases import TinyGPT, token_loss

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
-from profiles.capture.batch import Batch, LossFn
+from profiles.capture.batch.call import Batch, LossFn
 from profiles.capture.calls import calls_of
 from profiles.capture.capture import capture
 from profiles.machine.bench import matmul_rate

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from profiles.capture.capture import capture
-from profiles.capture.operators import flop_formulas
+from profiles.capture.operators.table import flop_formulas
 from profiles.errors import InputError, UnknownNameError
 from profiles.model.profile import ModelProfile, ParameterShape, UnitProfile
 from profiles.torch_compat import TorchDispatchMode

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from advisor.cost.stages.stage_borders import StageBorders
-from profiles.capture.batch import call_model
+from profiles.capture.batch.call import call_model
 from profiles.capture.capture import capture
 from profiles.model.profile import Numerics
 from tests.engines.cases import CASES, WIRINGS, Case, cpu_ranks, profile_of

@@ -9,7 +9,7 @@ from torch import nn
 
 from engines.parallel import ParallelModel
 from engines.runtime.world import World
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import local_rows, reference_loss, sgd, spread
 

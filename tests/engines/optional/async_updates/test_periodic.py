@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from engines.parallel import ParallelModel
-from profiles.capture.batch import Batch
-from profiles.capture.batch_rows import split_rows
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.rows import split_rows
 from tests.engines.cases import CASES, Case
 from tests.engines.optional.async_updates.ranks import GPT, drift, one_process, trained
 from tests.engines.optional.async_updates.test_servers import QUADRATIC, plain

@@ -19,7 +19,7 @@ from engines.optional.async_updates.worker_rank import WorkerExchange
 from engines.parallel import ParallelModel
 from engines.plan import Plan
 from engines.runtime.world import World
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.errors import PlanError
 from profiles.torch_compat import default_store
 from tests.engines.cases import CASES, Case

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.block_substitute import BlockRun, Gradients, run_of, substitute_outputs
-from profiles.capture.dispatch_modes import TraceMode
-from profiles.capture.flow_trace import Trail
-from profiles.capture.module_state import PLAIN, Position, State, state_of
-from profiles.capture.modules import Unit
+from profiles.capture.module.state import PLAIN, Position, State, state_of
+from profiles.capture.module.units import Unit
+from profiles.capture.traces.block_substitute import BlockRun, Gradients, run_of, substitute_outputs
+from profiles.capture.traces.dispatch_modes import TraceMode
+from profiles.capture.traces.flow_trace import Trail
 from profiles.torch_compat import flatten, storage_of, tensors_in
 
 RUNS = 2  # of equal blocks that run in full

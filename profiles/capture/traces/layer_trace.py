@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from profiles.capture.modules import Unit
-from profiles.capture.storages import Storages
-from profiles.capture.transformers_compat import is_transposed_linear
+from profiles.capture.fakes.transformers_compat import is_transposed_linear
+from profiles.capture.module.units import Unit
+from profiles.capture.traces.storages import Storages
 from profiles.model.flow import Key
 from profiles.model.layers import INPUT, LayerKind
 from profiles.torch_compat import (

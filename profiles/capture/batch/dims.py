@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from profiles.capture.batch_tree import (
+from profiles.capture.batch.tree import (
     INSIDE,
     Batch,
     batch_items,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from profiles.capture.storages import Storages
-from profiles.capture.sum_trace import SumTrace, TermSet
+from profiles.capture.traces.storages import Storages
+from profiles.capture.traces.sum_trace import SumTrace, TermSet
 from profiles.model.affine import Affine
 from profiles.model.flow import GLUE, Edge, Flow, Key, TakenSum, UnitCall, Value
 from profiles.torch_compat import tensors_in

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from profiles.capture.storages import Storages
+from profiles.capture.traces.storages import Storages
 from profiles.model.crossings import DeviceCrossing
 from profiles.torch_compat import Operator
 from profiles.trace.tally import affine

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
-from profiles.capture.lstm_kernels import workspace_bytes
+from profiles.capture.operators.lstm_kernels import workspace_bytes
 from profiles.model.profile import Numerics
 
 LSTM_MODE = 2

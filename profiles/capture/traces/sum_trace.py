@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiles.capture.storages import Storages
+from profiles.capture.traces.storages import Storages
 from profiles.model.flow import Key
 from profiles.torch_compat import Operator
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from profiles.capture.dispatch_modes import TraceMode
-from profiles.capture.flow_trace import Trail
-from profiles.capture.module_state import PLAIN
+from profiles.capture.module.state import PLAIN
+from profiles.capture.traces.dispatch_modes import TraceMode
+from profiles.capture.traces.flow_trace import Trail
 from profiles.errors import ModelError
 from profiles.torch_compat import flatten, storage_of, unflatten
 from profiles.trace.scopes import Scope

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 
-from profiles.capture.copy_trace import CopyTrace
-from profiles.capture.core_cycles import core_cycles
-from profiles.capture.fake_mode import KEPT, FakeRunMode
-from profiles.capture.flow_trace import FlowTrace, Trail
+from profiles.capture.fakes.known_values import KnownValues
+from profiles.capture.fakes.mode import KEPT, FakeRunMode
 from profiles.capture.frames import model_line
-from profiles.capture.known_values import KnownValues
-from profiles.capture.layer_trace import LayerTrace, Shapes
-from profiles.capture.modules import Unit
-from profiles.capture.operators import (
+from profiles.capture.module.units import Unit
+from profiles.capture.operators.core_cycles import core_cycles
+from profiles.capture.operators.table import (
     attended,
     flop_formulas,
     fusing_of,
@@ -30,8 +27,11 @@ from profiles.capture.operators import (
     read_bytes,
     turned_bytes,
 )
-from profiles.capture.storages import Storages
-from profiles.capture.sum_trace import is_addition
+from profiles.capture.traces.copy_trace import CopyTrace
+from profiles.capture.traces.flow_trace import FlowTrace, Trail
+from profiles.capture.traces.layer_trace import LayerTrace, Shapes
+from profiles.capture.traces.storages import Storages
+from profiles.capture.traces.sum_trace import is_addition
 from profiles.model.profile import GLUE
 from profiles.model.source import BACKWARD, ValueRead
 from profiles.model.work import FusibleKind
@@ -142,7 +142,7 @@ class TraceMode(FakeRunMode):
                 module.register_forward_hook(self._outside, always_call=True, prepend=True)
 
     def _inside(self, kind: FusibleKind) -> Callable[..., None]:
-        # No partial: `profiles.capture.module_state` knows the hooks of this package by their
+        # No partial: `profiles.capture.module.state` knows the hooks of this package by their
         # module.
         def inside(*_: object) -> None:
             if not self._in_backward:

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from profiles.capture.batch_tree import Batch as Batch
-from profiles.capture.batch_tree import describe
+from profiles.capture.batch.tree import Batch as Batch
+from profiles.capture.batch.tree import describe
 from profiles.errors import BatchError, ModelError, a_type
 
 LossFn: TypeAlias = Callable[..., Tensor]

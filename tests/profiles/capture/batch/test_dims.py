@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from profiles.capture.batch_dims import ELEMENTS, describe_dims, dims_of, possible_dims
-from profiles.capture.batch_rows import batch_size, repeat_rows, split_rows
-from profiles.capture.batch_tree import batch_tensors
+from profiles.capture.batch.dims import ELEMENTS, describe_dims, dims_of, possible_dims
+from profiles.capture.batch.rows import batch_size, repeat_rows, split_rows
+from profiles.capture.batch.tree import batch_tensors
 from profiles.errors import BatchError, UnknownNameError
 
 X, Y = torch.arange(6.0).reshape(3, 2), torch.tensor([1, 2, 3])

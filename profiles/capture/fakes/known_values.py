@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_tensors
-from profiles.capture.fake_tensors import Fakes, elements_once
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import batch_tensors
+from profiles.capture.fakes.tensors import Fakes, elements_once
 from profiles.torch_compat import (
     Operator,
     is_fake,

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from profiles.capture.batch_dims import ELEMENTS, Dim, Dims, dim_of, dims_of
-from profiles.capture.batch_tree import INSIDE, Batch, describe, map_nodes
+from profiles.capture.batch.dims import ELEMENTS, Dim, Dims, dim_of, dims_of
+from profiles.capture.batch.tree import INSIDE, Batch, describe, map_nodes
 from profiles.errors import BatchError
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
-from profiles.capture.modules import find_units, owners
+from profiles.capture.module.units import find_units, owners
 from profiles.model.profile import GLUE
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch_tree import batch_items, batch_tensors, describe, map_batch
+from profiles.capture.batch.tree import batch_items, batch_tensors, describe, map_batch
 from profiles.errors import BatchError
 
 X = torch.ones(3, 2)

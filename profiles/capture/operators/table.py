@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from profiles.capture.accelerator_operators import drops_scores
+from profiles.capture.operators.accelerators import drops_scores
 from profiles.model.work import FusibleKind
 from profiles.torch_compat import Operator, aten_operators, is_mutable, storage_of
 from profiles.trace.chains import Fusing

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import Batch
+from profiles.capture.batch.call import Batch
 from profiles.capture.calls import calls_of
 from profiles.capture.capture import capture
-from profiles.capture.transformers_compat import masks_of_a_real_run
+from profiles.capture.fakes.transformers_compat import masks_of_a_real_run
 from profiles.errors import ModelError
 from profiles.model.profile import ModelProfile, Numerics
 from tests.profiles.capture.measured import measure

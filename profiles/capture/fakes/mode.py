@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiles.capture.batch import Batch
-from profiles.capture.batch_tree import batch_tensors
-from profiles.capture.known_values import KnownValues
-from profiles.capture.operators import grouped_matmul
-from profiles.capture.transformers_compat import masks_of_a_real_run
+from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import batch_tensors
+from profiles.capture.fakes.known_values import KnownValues
+from profiles.capture.fakes.transformers_compat import masks_of_a_real_run
+from profiles.capture.operators.table import grouped_matmul
 from profiles.torch_compat import (
     Operator,
     TorchDispatchMode,

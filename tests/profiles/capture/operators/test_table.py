@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from profiles.capture.capture import capture
-from profiles.capture.operators import (
+from profiles.capture.operators.table import (
     flop_formulas,
     grouped_matmul,
     kept_operators,

@@ -25,7 +25,7 @@ def workspace_bytes(steps: int, rows: int, inputs: int, hidden: int) -> int:
     """Of a layer and direction in training, in float32: gates, states, and the gradients of both.
 
     oneDNN keeps one state more than there are steps, and two layers for one: what goes in, and what
-    comes out. (`tests/profiles/capture/test_lstm_kernels.py` has the kernel say so.)
+    comes out. (`tests/profiles/capture/operators/test_lstm_kernels.py` has the kernel say so.)
     """
     states = 2 * rows * (steps + 1)
     wide = _padded(max(inputs, hidden))

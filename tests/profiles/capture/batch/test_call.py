@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.batch import call_model, find_loss, loss_of
+from profiles.capture.batch.call import call_model, find_loss, loss_of
 from profiles.errors import ModelError
 
 
