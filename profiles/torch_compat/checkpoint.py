@@ -40,13 +40,16 @@ def within_one_backward() -> Iterator[None]:
 def checkpoints_only(where: Callable[[], bool]) -> Iterator[None]:
     """Inside, `torch.utils.checkpoint.checkpoint` just calls its function unless `where()`, and a
     reentrant one runs `within_one_backward`."""
-    generator = of_torch._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    # From torch 2.14 on that one is for callers outside, and `checkpoint` calls another.
+    name = f"{name}_impl" if hasattr(of_torch, f"{name}_impl") else name
+    generator = getattr(of_torch, name)
 
     def without_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:
         return generator(*args, **kwargs) if where() else _plain()
 
     with (
-        mock.patch.object(of_torch, generator.__name__, without_reentrant),
+        mock.patch.object(of_torch, name, without_reentrant),
         within_one_backward(),
     ):
         yield

@@ -41,6 +41,9 @@ def reduce_now(root: FSDPModule) -> None:
         group._post_forward_indices.clear()
     top = cast(Any, root)._get_fsdp_state()
     top._comm_ctx.post_forward_order.clear()
+    # From torch 2.15 on: who ends the step, which no backward under way says.
+    if getattr(top._state_ctx, "manual_backward_finalization_active", False) is None:
+        top._state_ctx.manual_backward_finalization_active = False
     top._root_post_backward_final_callback()
 
 

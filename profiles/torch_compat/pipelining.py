@@ -123,8 +123,8 @@ class _EarlierStage(_Stage):
                 info.buffer = torch.zeros_like(info.buffer) if gradient is None else gradient
 
 
-STAGE: type[PipelineStage] = _Stage if hasattr(_Base, "_warmup_forward_vote") else _EarlierStage
-"""`PipelineStage` as torch 2.13 has it, with a split backward of our own: received values need a
+STAGE: type[PipelineStage] = _Stage if hasattr(_Base, "_recv_meta") else _EarlierStage
+"""`PipelineStage` as torch 2.13 and later have it, with a split backward of our own: received values need a
 gradient where the metadata says so, and zeros are sent for one that a backward does not find."""
 
 
