@@ -14,6 +14,7 @@
 # make nightly  tests on further plans and sizes, which `make test` leaves out
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make peers   plain torch, Accelerate, DeepSpeed and Transformers beside us, root (PEERS="--show")
+# make other-torch  what engines and captures are tested by, on another torch (TORCH=2.15.0, GB)
 # make check   formatting, lint, types, layers, spelling, wording
 #
 # Every target sets itself up: a virtual environment in .venv, CPU build of torch, this project.
@@ -30,7 +31,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test matrix zoo scorecard scorecard-nested soak regret peers gpu growth fuzz \
-    fuzz-modules mutants nightly timed check format clean
+    fuzz-modules mutants nightly timed other-torch check format clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -102,6 +103,18 @@ timed: $(STAMP)
 	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"
 	@start=$$SECONDS; $(BIN)/python -m pytest -m timed; echo "== tests took $$((SECONDS - start)) s"
 
+# The newest that pyproject.toml allows; private names of torch change from one to the next.
+TORCH ?= 2.15.0
+
+other-torch:
+	@echo "== torch $(TORCH) in .venv-torch (a CUDA build is gigabytes), then half an hour of tests"
+	@$(PYTHON) -m venv --clear .venv-torch
+	@grep -v '^torch==' constraints.txt > .venv-torch/constraints.txt
+	@.venv-torch/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --constraint .venv-torch/constraints.txt "torch==$(TORCH)" --editable '.[dev]'
+	@.venv-torch/bin/python -m pytest -n 2 --dist worksteal tests/profiles tests/engines \
+	    tests/contract tests/matrix tests/examples tests/fuzz_modules tests/advisor/auto
+
 # Packages that are compared stay out of .venv; they find its torch through a .pth file.
 PEERS_STAMP := .venv-peers/.installed
 
@@ -135,4 +148,4 @@ format: $(STAMP)
 
 clean:
 	find profiles engines advisor tests -name __pycache__ -prune -exec rm -rf {} +
-	rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs
+	rm -rf .venv .venv-peers .venv-torch .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs

@@ -124,8 +124,9 @@ class _EarlierStage(_Stage):
 
 
 STAGE: type[PipelineStage] = _Stage if hasattr(_Base, "_recv_meta") else _EarlierStage
-"""`PipelineStage` as torch 2.13 and later have it, with a split backward of our own: received values need a
-gradient where the metadata says so, and zeros are sent for one that a backward does not find."""
+"""`PipelineStage` as torch 2.13 and later have it, with a split backward of our own: received
+values need a gradient where the metadata says so, and zeros are sent for one that a backward does
+not find."""
 
 
 @dataclass(eq=False, slots=True)
