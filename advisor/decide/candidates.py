@@ -85,28 +85,35 @@ def why_illegal(
     return broken or [_batch_problem(facts, partial, plan)]
 
 
-def refuse(facts: Facts, partial: PartialPlan) -> PlanError:
+def refuse(facts: Facts, partial: PartialPlan, *, styles: Styles | None = None) -> PlanError:
     """Return the error for settings that allow no legal plan, with the nearest legal settings."""
-    broken = why_illegal(facts, partial)
+    broken = why_illegal(facts, partial, styles=styles)
     where = [f"plan: {partial}"] if partial.fixes() else []
     where += [f"also: {problem.what}" for problem in broken[1:]]
-    hints = list(nearest_settings(facts, partial))
+    hints = list(nearest_settings(facts, partial, styles=styles))
     hints += [problem.hint for problem in broken if problem.hint and problem.hint not in hints]
     return PlanError(broken[0].what, where="\n".join(where) or None, hints=hints)
 
 
-def nearest_settings(facts: Facts, partial: PartialPlan) -> Iterator[str]:
-    """Yield, for each fixed setting, the values that are legal with the others unchanged."""
+def nearest_settings(
+    facts: Facts, partial: PartialPlan, *, styles: Styles | None = None
+) -> Iterator[str]:
+    """Yield, for each fixed setting, the values that are legal with the others unchanged.
+
+    `styles` are those of `partial`: blocks that are split by tokens or not have others.
+    """
+
+    def space(each: PartialPlan) -> Space:
+        by_tokens = each.sequence_parallel
+        known = styles if by_tokens == partial.sequence_parallel else None
+        return space_of(facts, each, styles=known or styles_of(facts, by_tokens=by_tokens))
+
     for key, value in partial.fixed.items():
         others = partial.leaving(key)
         variants = [others]
         if key == "ep":  # a space has a single degree of it
             variants = [others.fixing(ep=degree) for degree in expert_degrees(facts, others)]
-        spaces = [
-            space_of(facts, each, styles=styles_of(facts, by_tokens=each.sequence_parallel))
-            for each in variants
-        ]
-        legal = {each for space in spaces for each in _values(space, key)}
+        legal = {legal_value for each in variants for legal_value in _values(space(each), key)}
         legal.discard(value)
         words = [str(each) for each in sorted(legal)]
         if words:

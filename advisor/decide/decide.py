@@ -86,7 +86,7 @@ def decide(
     is_long = not partial.fixes("cp") and cache.is_too_long(partial, styles)
     searches = [searched(cache, each, policy, styles=styles, is_long=is_long) for each in spaces]
     if not any(len(search.space) for search in searches):
-        raise refuse(facts, partial)
+        raise refuse(facts, partial, styles=styles)
     trace = walk(cache.costs, policy)
     deciding = Deciding(cache, partial, policy, trace, styles, compares, nearest, searches)
     for refine in REFINEMENTS:

@@ -10,6 +10,8 @@ from advisor.decide.candidates import legal_plans, why_illegal
 from advisor.decide.choose import choose
 from engines.legality import problems
 from engines.plan import Offload, PartialPlan
+from profiles.closed_forms.families import profile_from_config
+from profiles.errors import PlanError
 from tests.factories import chain, cpus, facts, gpus, transformer
 
 
@@ -89,6 +91,19 @@ def test_offload_is_a_candidate_only_when_asked_for() -> None:
 def test_settings_without_a_legal_plan_are_explained(settings: str, batch: int, words: str) -> None:
     violations = why_illegal(facts(SMALL, gpus(1, 8), batch=batch), PartialPlan.parse(settings))
     assert words in violations[0].what
+
+
+def test_settings_that_the_models_own_code_rules_out_are_explained() -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    sizes["vocab_size"] = 100
+    model = profile_from_config({**config, **sizes}, samples=1, sequence_length=16, name="llama")
+    whole = facts(model, cpus(2), batch=4, precision="fp32")
+    partial = PartialPlan.parse("tp=2 sequence_parallel=true recompute=none")
+    assert legal_plans(whole, partial)  # by the profile alone
+    with pytest.raises(PlanError, match="sequence_parallel=true, and no block") as refused:
+        choose(whole, partial=partial, styles=lambda tp: (("head", "vocab"),))
+    assert not any("recompute" in hint for hint in refused.value.hints)  # no other would do
 
 
 def test_a_model_without_blocks_has_no_recompute() -> None:
