@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
+from engines.blocks.block_state import BlockState
 from engines.blocks.selective import OTHER_PRODUCT, selective_contexts
 from engines.blocks.wrap import wrap_forward
 from engines.plan import Plan, Recompute
 from profiles.capture.operators.table import kept_operators
 from profiles.errors import ModelError
 from profiles.model.profile import ModelProfile
-from profiles.torch_compat import is_batch_norm, version_of
+from profiles.torch_compat import is_batch_norm
 
 # Where the second run of a block differs from the first, besides CheckpointError; in torch's words
 # too (torch/utils/checkpoint.py), whose contexts compiled blocks use.
@@ -66,8 +67,14 @@ def _without_cache(value: object) -> object:
 
 
 def holds_state(block: nn.Module) -> bool:
-    """True if a forward of `block` may change buffers that a second run of it reads."""
-    return bool(_batch_norms(block) or _other_buffers(block))
+    """True if a forward of `block` may change buffers that a second run of it reads: spectral
+    norm's vectors, counters. Masks and indices it does not."""
+    return bool(_batch_norms(block)) or any(
+        buffer.is_floating_point() or buffer.numel() == 1
+        for module in block.modules()
+        if not is_batch_norm(module)
+        for buffer in module.buffers(recurse=False)
+    )
 
 
 def _how(
@@ -78,12 +85,10 @@ def _how(
     torch.compile can follow no contexts but those that torch made; what it makes of writes in place
     writes into nothing that is kept.
     """
-    if holds_state(block):
+    if not compiled:
         return lambda block: {"context_fn": functools.partial(_contexts, kind, block)}
     if kind is Recompute.FULL:
         return lambda block: {}
-    if not compiled:
-        return lambda block: {"context_fn": selective_contexts}
     selective = functools.partial(create_selective_checkpoint_contexts, list(kept_operators()))
     return lambda block: {"context_fn": selective}
 
@@ -96,44 +101,17 @@ def _contexts(kind: Recompute, block: nn.Module) -> Contexts:
         first, second = selective_contexts()
     else:
         first, second = nullcontext(), nullcontext()
-    norms, others = _batch_norms(block), _other_buffers(block)
-    if others:
-        before = [(version_of(buffer), buffer.clone()) for buffer in others]
-        second = _as_before(second, others, before)
+    state, norms = BlockState(block), _batch_norms(block)
+    first, second = _within(state.first(), first), _within(state.second(), second)
     return first, (_frozen_statistics(second, norms) if norms else second)
 
 
-def _other_buffers(block: nn.Module) -> list[Tensor]:
-    """Buffers that a forward might change: spectral norm's vectors, counters. Masks it does not."""
-    return [
-        buffer
-        for module in block.modules()
-        if not is_batch_norm(module)
-        for buffer in module.buffers(recurse=False)
-        if buffer.is_floating_point() or buffer.numel() == 1
-    ]
-
-
 @contextmanager
-def _as_before(
-    inner: AbstractContextManager[None], buffers: list[Tensor], before: list[tuple[int, Tensor]]
+def _within(
+    outer: AbstractContextManager[None], inner: AbstractContextManager[None]
 ) -> Iterator[None]:
-    """The second run sees the buffers that the first one saw, and restores them afterwards."""
-    changed = [
-        (buffer, old, buffer.clone())
-        for buffer, (version, old) in zip(buffers, before, strict=True)
-        if version_of(buffer) != version
-    ]
-    with torch.no_grad():
-        for buffer, old, _ in changed:
-            buffer.copy_(old)
-    try:
-        with inner:
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, _, new in changed:
-                buffer.copy_(new)
+    with outer, inner:
+        yield
 
 
 def _batch_norms(block: nn.Module) -> list[nn.BatchNorm2d]:

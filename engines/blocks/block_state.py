@@ -1,0 +1,99 @@
+"""State that a forward of a block changes, for a forward that runs twice.
+
+Buffers and plain attributes of a block's modules (moments, counters, temperatures, caches) may be
+changed in place or replaced. The second run sees them as the first one did, and leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiles.torch_compat import is_batch_norm, version_of
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Parameters, modules and hooks; buffers are looked at apart."""
+_ABSENT = object()
+
+
+class BlockState:
+    """Of one call of a block: `first` is around its first run, `second` around the other."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._before: list[tuple[dict[str, Any], str, object]] = []
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Note what the run changes, as it was."""
+        known = [(names, dict(names)) for names in _holders(self._block)]
+        values = {id(t): (t, version_of(t), t.clone()) for t in _tensors(known)}
+        try:
+            yield
+        finally:
+            for names, before in known:
+                self._note_changes(names, before, values)
+
+    def _note_changes(
+        self,
+        names: dict[str, Any],
+        before: dict[str, object],
+        values: dict[int, tuple[Tensor, int, Tensor]],
+    ) -> None:
+        for name, value in before.items():
+            if name in _OF_TORCH:
+                continue
+            tensor, version, copy = values.get(id(value), (None, 0, None))
+            if tensor is not None and version_of(tensor) != version:
+                self._before.append((names, name, copy))
+            elif names.get(name, _ABSENT) is not value and not _has_graph(value):
+                self._before.append((names, name, value))
+        self._before += [(names, name, _ABSENT) for name in names.keys() - before.keys()]
+
+    @contextmanager
+    def second(self) -> Iterator[None]:
+        """Run with what was noted. In place of a tensor that was changed there is another one:
+        the second run may change it too, and what others keep of the first stays valid."""
+        now = [(names, name, names.get(name, _ABSENT)) for names, name, _ in self._before]
+        with torch.no_grad():
+            copies = {id(v): v.clone() for _, _, v in self._before if isinstance(v, Tensor)}
+        _put((names, name, copies.get(id(value), value)) for names, name, value in self._before)
+        try:
+            yield
+        finally:
+            _put(iter(now))
+
+
+def _put(values: Iterator[tuple[dict[str, Any], str, object]]) -> None:
+    for names, name, value in values:
+        if value is _ABSENT:
+            names.pop(name, None)
+        else:
+            names[name] = value
+
+
+def _holders(block: nn.Module) -> Iterator[dict[str, Any]]:
+    """The mappings of names that a forward may change. Batch norms are told not to count."""
+    for module in block.modules():
+        if not is_batch_norm(module):
+            yield vars(module)
+            yield module._buffers
+
+
+def _tensors(known: list[tuple[dict[str, Any], dict[str, object]]]) -> Iterator[Tensor]:
+    """Those that a forward might write into. Masks it does not, nor results of an earlier one."""
+    for _, before in known:
+        for name, value in before.items():
+            if name in _OF_TORCH or not isinstance(value, Tensor) or _has_graph(value):
+                continue
+            if value.dtype != torch.bool or value.numel() == 1:
+                yield value
+
+
+def _has_graph(value: object) -> bool:
+    """True for what autograd follows: it belongs to one forward, and is no state of the next."""
+    return isinstance(value, Tensor) and value.requires_grad
