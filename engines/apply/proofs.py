@@ -7,6 +7,7 @@ from engines.context.proof import SequenceProof, prove
 from engines.data.coupled_rows import require_no_coupling, warn_of_state
 from engines.data.loss_parts import seen_on
 from engines.data.loss_rule import LossParts
+from engines.plan import Plan
 from engines.runtime.world import texts_of_ranks
 from engines.tensor.split_proof import SplitProof, prove_split
 from profiles.capture.batch.call import Batch
@@ -106,6 +107,7 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
 def _require_no_memory(parts: LossParts, build: Build) -> None:
     """Refuse stages where the code that all of them run computes with what it made of the results
     of units in an earlier forward: a stage has its own units' results alone."""
+    _require_state_before_border(parts, build.plan)
     names = build.profile.flow.attributes_between
     if build.plan.pp > 1 and parts.state and names:
         raise PlanError(
@@ -114,6 +116,22 @@ def _require_no_memory(parts: LossParts, build: Build) -> None:
             where=f"plan: {build.plan}",
             hints=[
                 "let the module that computes it hold it; or hand it in with the batch",
+                "or replicate or shard: dp_replicate, dp_shard",
+            ],
+        )
+
+
+def _require_state_before_border(parts: LossParts, plan: Plan) -> None:
+    """Refuse stages that end before the code that changes what the next forward computes with."""
+    border = plan.stages[0] if plan.pp > 1 else None
+    late = [name for name, units in parts.state_between.items() if border in units]
+    if late:
+        raise PlanError(
+            f"the forward computes with what an earlier one left in `{late[0]}`, and code that runs"
+            f" after the call of `{border}` changes it: the stages before end at that call",
+            where=f"plan: {plan}",
+            hints=[
+                f"change `{late[0]}` at the start of the forward, or in the module that uses it",
                 "or replicate or shard: dp_replicate, dp_shard",
             ],
         )

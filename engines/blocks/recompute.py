@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
-from engines.blocks.block_state import BlockState
+from engines.blocks.forward_state import ForwardState
 from engines.blocks.selective import OTHER_PRODUCT, selective_contexts
 from engines.blocks.wrap import wrap_forward
 from engines.plan import Plan, Recompute
@@ -101,7 +101,7 @@ def _contexts(kind: Recompute, block: nn.Module) -> Contexts:
         first, second = selective_contexts()
     else:
         first, second = nullcontext(), nullcontext()
-    state, norms = BlockState(block), _batch_norms(block)
+    state, norms = ForwardState(list(block.modules())), _batch_norms(block)
     first, second = _within(state.first(), first), _within(state.second(), second)
     return first, (_frozen_statistics(second, norms) if norms else second)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
 
@@ -29,6 +30,7 @@ from engines.data.loss_rule import (
     possible_terms,
     rule_of,
 )
+from engines.data.state_between import StateBetween
 from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of
 from profiles.capture.batch.dims import Dims
 from profiles.capture.batch.rows import batch_size, split_rows
@@ -37,6 +39,7 @@ from profiles.capture.fakes.tensors import stand_ins
 from profiles.capture.frames import summary
 from profiles.capture.loss_watch import LossWatch
 from profiles.machine.host import machine_memory_bytes
+from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import LossTerms, ModelProfile
 from profiles.torch_compat import is_batch_norm
 
@@ -122,7 +125,13 @@ def seen_on(
         if rule is None or not rule.unless:
             break
     rule = rule or LossParts(doubt=first.said(of_parts))
-    return rule.model_copy(update={"state": _state(seen), "state_of_rows": state_of_rows})
+    known: dict[str, object] = {"state": _state(seen), "state_of_rows": state_of_rows}
+    if known["state"]:
+        units = {call.unit for call in profile.flow.calls} - {GLUE, LOSS}
+        watch = StateBetween(model, units)
+        _run(model, batch, loss_fn, is_training=seen.is_training, around=watch.watching)
+        known["state_between"] = watch.changed
+    return rule.model_copy(update=known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +233,7 @@ def _run(
     *,
     is_training: bool = True,
     times: int = 1,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> _Seen | None:
     """The loss of copies on the CPU; None where random numbers are drawn.
 
@@ -241,7 +251,8 @@ def _run(
         changed: dict[str, Tensor] = {}
         with LossWatch(given) as watch, ComparedNumbers() as compared:
             for _ in range(times):
-                output = call_model(model, given, has_target=loss_fn is not None)
+                with around():
+                    output = call_model(model, given, has_target=loss_fn is not None)
                 losses.append(float(loss_of(output, given, loss_fn).detach()))
                 if len(losses) == 1:
                     changed = _changed(model, buffers)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from engines.data.batch_variants import Change, Variant
@@ -46,6 +47,8 @@ class LossParts(Record):
         refusal: why the model cannot run on a part of the rows.
         state: words for what a forward changes that the next one computes with.
         state_of_rows: words for buffers that a forward changes by the rows that it sees.
+        state_between: where there is a `state`, names of what code between units changes, with the
+            units that the forward calls before it does so last.
     """
 
     is_sum: bool = False
@@ -55,6 +58,7 @@ class LossParts(Record):
     refusal: str = ""
     state: str = ""
     state_of_rows: str = ""
+    state_between: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
     def doubt_of(self, batch: Batch) -> str:
         """Say why the parts of this batch make up the whole by no rule; "" if they do."""

@@ -133,8 +133,8 @@ class Pipeline:
         with self._step():
             for start in range(0, len(pieces), in_flight):
                 schedule = self._schedule(pieces[start], in_flight)
-                self._round.pieces = pieces[start : start + in_flight]
-                self._round.weights = weights[start : start + in_flight]
+                part = slice(start, start + in_flight)
+                self._round.begin(pieces[part], weights[part])
                 numbers, losses = torch.arange(in_flight), list[Tensor]()
                 # torch wants a target on the rank of the last stage, and none elsewhere.
                 ends: dict[str, Any] = {}
@@ -163,8 +163,8 @@ class Pipeline:
         total, in_flight = torch.zeros((), device=self._device), self._plan.in_flight
         with self._step():
             for start in range(0, len(pieces), in_flight):
-                self._round.pieces = pieces[start : start + in_flight]
-                self._round.weights = weights[start : start + in_flight]
+                part = slice(start, start + in_flight)
+                self._round.begin(pieces[part], weights[part])
                 recording = self._recording(pieces[start])
                 total += forward_only(
                     self._stages(recording),
@@ -190,7 +190,7 @@ class Pipeline:
                 raise own from None  # torch wraps it in one of its own
             raise
         finally:
-            self._round.pieces, self._round.weights = (), ()
+            self._round.begin()
 
     def _schedule(self, piece: Batch, in_flight: int) -> AnySchedule:
         """Stages and buffers for microbatches of these shapes; reused while they stay the same."""
@@ -214,6 +214,7 @@ class Pipeline:
 
     def _stages(self, recording: Recording) -> list[Stage]:
         stages = []
+        repeated = self._repeated() if len(self._segments) > 1 else []
         for segment in self._segments:
             replay = Replay(
                 self._model,
@@ -230,9 +231,20 @@ class Pipeline:
                     round=self._round,
                     loss_fn=self._loss_fn,
                     autocast_to=None if self._plan.data_parallel.is_sharded else self._mixed,
+                    repeated=repeated,
                 )
             )
         return stages
+
+    def _repeated(self) -> list[nn.Module]:
+        """Modules whose code every stage runs: all but units that are stubs on other stages."""
+        once = {
+            call.unit
+            for call in self._flow.calls
+            if is_unit(call) and any(value.depends_on_parameters for value in call.values)
+        }
+        within = {module for unit in once for module in self._model.get_submodule(unit).modules()}
+        return [module for module in self._model.modules() if module not in within]
 
     def _can_split(self, segment: Segment) -> bool:
         """False under FSDP2: it takes the end of the inputs' half for the end of the backward.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from engines.blocks.autocast import as_fp32, autocast
+from engines.blocks.forward_state import ForwardState
 from engines.data.microbatches import silence, weighted
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
@@ -27,11 +29,25 @@ from profiles.torch_compat.pipelining import STAGE
 class Round:
     """The microbatches in flight, the same on every stage.
 
-    `weights`: of each one's mean loss in the loss of the step, on the CPU.
+    Attributes:
+        weights: of each one's mean loss in the loss of the step, on the CPU.
+        states: of each one that a stage of this rank has run; where there are several.
     """
 
     pieces: Sequence[Batch] = ()
     weights: Sequence[Tensor] = field(default_factory=tuple)
+    states: dict[int, ForwardState] = field(default_factory=dict)
+
+    def begin(self, pieces: Sequence[Batch] = (), weights: Sequence[Tensor] = ()) -> None:
+        self.pieces, self.weights = pieces, weights
+        self.states.clear()
+
+    def state_of(self, number: int, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """A context of one stage of this rank for a microbatch, whose state counts once."""
+        if number in self.states:
+            return self.states[number].second()
+        self.states[number] = ForwardState(modules)
+        return self.states[number].first()
 
 
 class Stage(nn.Module):
@@ -51,8 +67,11 @@ class Stage(nn.Module):
         round: Round,
         loss_fn: LossFn | None,
         autocast_to: torch.dtype | None,
+        repeated: Sequence[nn.Module] = (),
     ) -> None:
+        """`repeated`: modules whose code every stage of this rank runs, if there are several."""
         super().__init__()
+        object.__setattr__(self, "_repeated", repeated)
         self._replay = replay
         self._round = round
         self._loss_fn = loss_fn
@@ -68,8 +87,9 @@ class Stage(nn.Module):
         """
         number = int(microbatch)
         piece, has_target = self._round.pieces[number], self._loss_fn is not None
-        model = self._model
-        with autocast(self._replay.device, self._autocast_to):
+        model, repeated = self._model, self._repeated
+        state = self._round.state_of(number, repeated) if repeated else nullcontext()
+        with state, autocast(self._replay.device, self._autocast_to):
             output = self._replay.run(
                 received, lambda: call_model(model, piece, has_target=has_target)
             )
@@ -98,6 +118,7 @@ class Stage(nn.Module):
 
     if TYPE_CHECKING:
         _model: nn.Module
+        _repeated: Sequence[nn.Module]
 
 
 def pipeline_stage(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from profiles.capture.batch.rows import split_rows
 from profiles.capture.capture import capture
 from profiles.errors import ModelError, PlanError, RankError
 from tests.engines.cases import Case
@@ -77,6 +78,35 @@ class Shows(Around):
         return x + self.table
 
 
+class Late(Around):
+    """Counts its forwards at their end, and warms its input by that."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x * (1 + self.calls))
+        self.calls += 1
+        return out
+
+
+class Early(nn.Module):
+    """Counts its forwards at their start, in a number and a buffer, and warms layers by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(n, WIDTH) for n in (3, WIDTH, WIDTH, WIDTH))
+        self.leave, self.heat = nn.Linear(WIDTH, 1), 1.0
+        self.register_buffer("count", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.heat *= 0.8
+        self.get_buffer("count").add_(1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * self.heat * self.get_buffer("count")[0].clone())
+        out: Tensor = self.leave(x)
+        return out
+
+
 COLLECTED: list[int] = []
 
 
@@ -104,7 +134,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.randn(rows, LENGTH, 1, generator=made)
 
 
-def case(kind: type[Around]) -> Case:
+def case(kind: type[nn.Module]) -> Case:
     return Case(kind, batch, F.mse_loss)
 
 
@@ -128,7 +158,12 @@ def _refusal(kind: type[Around]) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Carries, "left in `last`"), (Averages, "changes the buffer `mean`")]
+    ("kind", "said"),
+    [
+        (Carries, "left in `last`"),
+        (Averages, "changes the buffer `mean`"),
+        (Late, "left in `calls`, and code that runs after the call of `inner` changes it"),
+    ],
 )
 def test_stages_without_what_others_computed_are_refused(
     pool: Pool, kind: type[Around], said: str
@@ -156,6 +191,27 @@ def test_what_nothing_computes_with_stays_possible(pool: Pool) -> None:
     for gradient, parameter in pool.run(_trained, world_size=2):
         assert gradient < 1e-5
         assert parameter < 1e-5
+
+
+def _warmed() -> tuple[float, float]:
+    """After two steps in two microbatches, errors of gradients and of what is saved."""
+    plan = "pp=2 schedule=zbv microbatches=2 stages=layers.1,layers.2,layers.3"
+    reference, parallel = spread(case(Early), plan, rows=ROWS)
+    whole = batch(ROWS)
+    for _ in range(2):
+        reference.zero_grad()
+        parallel.optimizer.zero_grad()
+        for piece in split_rows(whole, [ROWS // 2, ROWS // 2]):
+            (reference_loss(reference, case(Early), piece) / 2).backward()  # type: ignore[no-untyped-call]
+        parallel.forward_backward(whole)
+    return gradient_error(parallel, reference), state_error(parallel, reference)
+
+
+@pytest.mark.dist
+def test_two_stages_of_a_rank_change_the_state_of_the_code_between_units_once(pool: Pool) -> None:
+    for gradient, state in pool.run(_warmed, world_size=2):
+        assert gradient < 1e-5
+        assert state < 1e-5
 
 
 def _step_error() -> str:

@@ -1,12 +1,13 @@
-"""State that a forward of a block changes, for a forward that runs twice.
+"""State that a forward changes, for a forward that runs twice: a block that is computed again, code
+between units on a rank with two stages.
 
-Buffers and plain attributes of a block's modules (moments, counters, temperatures, caches) may be
-changed in place or replaced. The second run sees them as the first one did, and leaves no trace.
+Buffers and plain attributes of modules (moments, counters, temperatures, caches) may be changed in
+place or replaced. The second run sees them as the first one did, and leaves no trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,17 +21,21 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _ABSENT = object()
 
 
-class BlockState:
-    """Of one call of a block: `first` is around its first run, `second` around the other."""
+class ForwardState:
+    """Of one call: `first` is around its first run, `second` around each other one.
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
+    Args:
+        modules: a block's, or others whose state a forward may change.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = modules
         self._before: list[tuple[dict[str, Any], str, object]] = []
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Note what the run changes, as it was."""
-        known = [(names, dict(names)) for names in _holders(self._block)]
+        known = [(names, dict(names)) for names in _holders(self._modules)]
         values = {id(t): (t, version_of(t), t.clone()) for t in _tensors(known)}
         try:
             yield
@@ -76,9 +81,9 @@ def _put(values: Iterator[tuple[dict[str, Any], str, object]]) -> None:
             names[name] = value
 
 
-def _holders(block: nn.Module) -> Iterator[dict[str, Any]]:
+def _holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
     """The mappings of names that a forward may change. Batch norms are told not to count."""
-    for module in block.modules():
+    for module in modules:
         if not is_batch_norm(module):
             yield vars(module)
             yield module._buffers
