@@ -16,6 +16,8 @@ from profiles.torch_compat import fake_tensors
 # Standard deviation of random parameters in place of those on the meta device: small, so that
 # numbers stay finite; as BERT and GPT-2 initialise.
 _NOISE = 0.02
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Kinds of most attributes of a module, that hold no tensor."""
 
 
 class Fakes:
@@ -120,6 +122,8 @@ def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, obje
         of: what a tensor is replaced by.
         copies: what was copied before, by id.
     """
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         return of(value) if value.layout is torch.strided else value
     if id(value) in copies:
@@ -127,7 +131,8 @@ def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, obje
     if type(value) in (dict, OrderedDict):
         assert isinstance(value, dict)
         copies[id(value)] = mapping = type(value)()
-        mapping.update((key, copied(item, of, copies)) for key, item in value.items())
+        for key, item in value.items():
+            mapping[key] = copied(item, of, copies)
         return mapping
     if type(value) is list:
         sequence: list[object] = []
