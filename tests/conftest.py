@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from profiles.lazy import without_collections
 from tests.workers import Pool
 
 # Workers of xdist share the cores: threads of torch that wait for one another spin, and take many
@@ -22,6 +24,16 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 # No test of what is right may fail because the machine has other work.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import and collect without searches for garbage, and leave what stays out of all later ones:
+    a full one looked at a million objects, every few tests."""
+    with without_collections():
+        result = yield
+    gc.freeze()
+    return result
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,11 +28,13 @@ from typing import Any
 GRACE_S = 3.0
 """How long the other ranks may take to report once one has failed."""
 IMPORTED = (
+    "tests.imports_begin",
     "engines.apply",
     "torch.distributed.pipelining",
     "torch._dynamo",
     "transformers.modeling_utils",
     "tests.engines.parity",
+    "tests.imports_end",
 )
 """By the process that ranks are forked from, if installed. None of it starts a thread: no fork
 would have it."""

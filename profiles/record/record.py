@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import core_schema
 
 from profiles.errors import FileError, InputError, UnknownNameError
+from profiles.lazy import without_collections
 from profiles.record.parsing import json_object
 from profiles.record.reading import read_text
 from profiles.record.writing import write_text
@@ -20,18 +19,6 @@ from profiles.record.writing import write_text
 MOST_MISTAKES = 1000
 """Beyond, mistakes are counted and not described: their descriptions take more than the file."""
 _MOST_SHOWN = 80
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Around making many objects that stay: a search for garbage in them takes as long again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _fail_fast(schema: Any) -> None:
@@ -113,7 +100,7 @@ class Document(Record):
                 where=where,
                 hints=["write the file again with this release"],
             )
-        with _without_collections():
+        with without_collections():
             return cls.build(data, where=where)
 
     def save(self, path: str | os.PathLike[str], *, is_private: bool = False) -> None:
