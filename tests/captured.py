@@ -1,16 +1,24 @@
-"""Profiles that tests take again and again, captured once in a process: a rank is kept, too."""
+"""Profiles that tests take again and again, captured once: in a process, since a rank is kept, and
+in all processes of a session that can name the same subject."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
+import pickle
 from collections.abc import Hashable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from profiles.capture.batch.call import Batch
+from profiles.capture.batch.tree import batch_tensors
 from profiles.capture.capture import capture
 from profiles.model.profile import ModelProfile
+from tests.workers import CAPTURED
 
 
 def captured(key: Hashable, model: nn.Module, sample: Batch, **options: Any) -> ModelProfile:
@@ -18,8 +26,10 @@ def captured(key: Hashable, model: nn.Module, sample: Batch, **options: Any) -> 
 
     Models of one key may differ in the values of their parameters, and in what is trained.
     """
-    trained = tuple((n, p.dtype, p.requires_grad) for n, p in model.named_parameters())
-    return _captured(_Subject((key, trained, model.training), model, sample, options))
+    trained = [(n, p.dtype, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
+    shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in batch_tensors(sample)]
+    named = (key, type(model).__qualname__, model.training, tuple(trained), tuple(shapes))
+    return _captured(_Subject(named, model, sample, options))
 
 
 class _Subject:
@@ -39,4 +49,25 @@ class _Subject:
 def _captured(of: _Subject) -> ModelProfile:
     model, sample, options = of.subject
     of.subject = ()  # no cache keeps a model
-    return capture(model, sample, **options)
+    folder, name = os.environ.get(CAPTURED), _name(of.key, options)
+    if folder is None or name is None:
+        return capture(model, sample, **options)
+    path = Path(folder) / name
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # all ranks of a test want the same one at once
+        if path.exists():
+            saved: ModelProfile = pickle.loads(path.read_bytes())
+            return saved
+        profile = capture(model, sample, **options)
+        whole = path.with_suffix(".new")
+        whole.write_bytes(pickle.dumps(profile))
+        whole.replace(path)
+    return profile
+
+
+def _name(*content: object) -> str | None:
+    """A name that every process gives to these values; None where it cannot: of a lambda."""
+    try:
+        return hashlib.sha256(pickle.dumps(content)).hexdigest()
+    except (AttributeError, pickle.PicklingError, TypeError):
+        return None

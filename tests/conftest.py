@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from profiles.lazy import without_collections
-from tests.workers import Pool
+from tests.workers import CAPTURED, Pool
 
 # Workers of xdist share the cores: threads of torch that wait for one another spin, and take many
 # times the time of one. No import above loads torch, which reads this once.
@@ -38,8 +38,13 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No bench of a user's is read or written by a test, nor by the processes that it starts."""
+    """No bench of a user's is read or written by a test, nor by the processes that it starts; and
+    all processes of a session share the profiles of `tests.captured`."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "captured"
+    folder.mkdir(exist_ok=True)
+    os.environ[CAPTURED] = str(folder)
 
 
 @pytest.fixture(scope="session")

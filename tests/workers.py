@@ -39,6 +39,9 @@ IMPORTED = (
 """By the process that ranks are forked from, if installed. None of it starts a thread: no fork
 would have it."""
 
+CAPTURED = "TESTS_CAPTURED"
+"""The variable with the folder in which processes of a session share what `tests.captured` takes;
+without it each has its own."""
 NOT_CONNECTED = "Gloo connectFullMesh failed"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -311,8 +312,8 @@ def _group_norm(channels: int) -> nn.Module:
 CASES = {
     "gpt": Case(TinyGPT, _tokens, token_loss),
     "tied-frozen-unused": Case(TiedFrozenGPT, _tokens, token_loss),
-    "resnet-batch-norm": Case(lambda: TinyResNet(nn.BatchNorm2d), _images),
-    "resnet-group-norm": Case(lambda: TinyResNet(_group_norm), _images),
+    "resnet-batch-norm": Case(partial(TinyResNet, nn.BatchNorm2d), _images),
+    "resnet-group-norm": Case(partial(TinyResNet, _group_norm), _images),
     "lstm": Case(TinyLSTM, _series),
     "loss-inside": Case(LossInside, _keywords, None),
 }
