@@ -221,7 +221,6 @@ def changed_parameters(
     ways = {
         "other stages have copies of it or none": plan.pp > 1,
         "its layer may be split over ranks": plan.tp > 1,
-        "a rank may hold a slice of it": plan.tp > 1,
         f"precision={plan.precision} computes in a copy of it": plan.data_parallel.is_sharded
         and numerics(plan, model) is not Numerics.AS_BUILT,
         "recompute would change it twice": plan.recompute is not Recompute.NONE,
