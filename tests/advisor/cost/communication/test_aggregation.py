@@ -48,6 +48,7 @@ def test_a_parameter_device_is_a_bottleneck_and_a_ring_has_none() -> None:
         assert (device.buffer_bytes, ring.buffer_bytes) == pytest.approx(((n - 1) * S, S / n))
     four = price(Aggregation.GATHER, S, node, group_size=8, devices=4)
     assert four.link_bytes == pytest.approx(2 * 7 / 4 * S)
+    assert four.buffer_bytes == pytest.approx(7 / 4 * S)
 
 
 def test_a_ring_is_the_backends_all_reduce_where_that_is_a_ring() -> None:

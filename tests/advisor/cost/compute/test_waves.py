@@ -1,17 +1,16 @@
-"""Waves of tiles, results hidden behind arithmetic, weights of experts, gathers of pipelines."""
+"""Waves of tiles, results hidden behind arithmetic, weights of experts."""
 
 from __future__ import annotations
 
 import pytest
 
 from advisor.cost.calibration import CALIBRATION
-from advisor.cost.communication.exposed import gathers_s
 from advisor.cost.compute.rates import DeviceRates
 from advisor.cost.compute.waves import wave_share
 from advisor.cost.load.work import ProductLoad, UnitWork, over_expert_ranks
 from profiles.machine import catalogue
 from profiles.model.work import ProductKind
-from profiles.workload.stack import TORCH, stack_named
+from profiles.workload.stack import TORCH
 
 A100 = catalogue.accelerator("A100-SXM-80GB")
 
@@ -52,12 +51,3 @@ def test_a_rank_reads_the_weights_of_its_own_experts() -> None:
     assert (own.m, own.repeats) == (128, 8)
     assert own.forward_bytes == 2 * (64 * 16 * (2048 + 4096) + 8 * 4096 * 2048)
     assert own.forward_flop == whole.forward_flop
-
-
-def test_stacks_with_states_of_their_own_gather_on_all_ranks_at_once() -> None:
-    ranks = [[(1.0, 0.5), (1.0, 0.5)], [(1.0, 0.25), (1.0, 0.25)]]
-    assert gathers_s(TORCH, ranks) == 1.5
-    assert gathers_s(stack_named("megatron-core-0.12"), ranks) == 0.5
-    assert gathers_s(stack_named("megatron-2022"), ranks) == 1.0
-    # The last stage's own forward hides no gather before it: four seconds, one of them hidden.
-    assert gathers_s(stack_named("megatron-core-0.12"), [[(1.0, 0.5), (2.0, 4.0)]]) == 0.5 + 3.0
