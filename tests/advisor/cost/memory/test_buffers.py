@@ -88,6 +88,16 @@ def test_gathered_copies_are_those_of_the_unit_at_work_and_the_next(
     assert [gathered(i, following[i], False) for i in range(4)] == backwards
 
 
+def test_units_of_a_run_are_gathered_and_cast_one_by_one() -> None:
+    """Thirty equal units of 40 bytes, of which the ends and the middle are entries."""
+    run = loads(unit("a", count=30, parameter_bytes=40.0, **PARTS), compute_share=0.5)
+    end = len(run.entries) - 1
+    for words in ("dp_replicate=4 zero=1", "dp_replicate=4"):
+        gathered = gathered_by_torch(Plan.parse(words), run)
+        assert [gathered(i, -1, True) for i in (0, end)] == [20, 30 * 20]
+        assert gathered(end, -1, False) == 30 * 20
+
+
 def test_a_chunked_loss_reads_the_head_in_front_of_it() -> None:
     """Unless that is fetched for its own backward already."""
     pair = loads(unit("head", parameter_bytes=80.0, is_separate=True), unit(LOSS))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.cost.ledger import Ledger
+from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
 from advisor.cost.memory.allocator import other_streams, room_bytes, upper_end, workspace_bytes
 from advisor.cost.memory.offload import (
     away_bytes,
     chunk_share,
     copied_s,
     filed_s,
+    moved_s,
     shards_in_files_s,
 )
 from advisor.cost.memory.round_shares import RoundShares, round_shares
@@ -192,6 +193,11 @@ def test_states_and_activations_of_blocks_are_offloaded_once() -> None:
         plan = Plan.parse(f"{words} microbatches=2")
         assert away_bytes(plan, whole, ADAM, gpus(1, 1).device) == nbytes
         assert away_bytes(plan, whole, ADAM, cpus(1).device) == 0
+        ledger = Ledger(gpus(1, 1), {})
+        seconds = moved_s(plan, whole, ADAM, ledger, cluster=gpus(1, 1))
+        moved = 7e9 * plan.offload.optimizer + 2 * 3 * plan.offload.activations
+        assert ledger.host_bytes == 2 * moved
+        assert seconds == ledger.host_s == pytest.approx(2 * moved / HOST_LINK_BYTES_PER_S)
     on_disk = Plan.parse("offload=optimizer offload_to=disk")
     assert away_bytes(on_disk, whole, ADAM, cpus(1).device) == 7e9
     assert copied_s(10e9, cpus(1).device) == pytest.approx(4.0)
