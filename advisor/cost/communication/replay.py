@@ -142,7 +142,7 @@ def backward(
         _Steps(times[i].count, seconds[i], gather_s[i], reduce_s[i], replicate_s[i]) for i in order
     ]
     queues = _through(steps, _Queues(0.0, 0.0, 0.0, 0.0))
-    queue = max(queues.queue, queues.clock) + root_reduce
+    queue = queues.queue + root_reduce
     return StepReplay(max(queues.between, queue) + root_replicate, sent + inside)
 
 
@@ -200,8 +200,8 @@ def _through(steps: Sequence[_Steps], start: _Queues) -> _Queues:
 def _after(step: _Steps, now: _Queues, *, following: float) -> _Queues:
     clock, queue, between, ready = now
     if step.gather_s:
-        clock = max(clock, ready)
-        queue = max(queue, clock) + following
+        clock = ready
+        queue += following
         ready = queue
     clock += step.busy_s
     if step.reduce_s:
