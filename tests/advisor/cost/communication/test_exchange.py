@@ -17,7 +17,7 @@ from advisor.cost.communication.exchange import (
     replicas_s,
     waiting_bytes,
 )
-from advisor.cost.communication.groups import replica_group, shard_group
+from advisor.cost.communication.groups import expert_copies, replica_group, shard_group
 from advisor.cost.communication.sharded import Sharded
 from advisor.cost.communication.small_collectives import experts_s
 from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
@@ -167,6 +167,17 @@ def test_groups_are_numbered_tp_within_cp_within_shards_within_replicas(
 ) -> None:
     plan = Plan.parse(words)
     assert (shard_group(plan), replica_group(plan)) == (shards, replicas)
+
+
+def test_copies_of_experts_step_over_the_ranks_of_a_layer_unless_folded_over_them() -> None:
+    """Rank 3 d + t of tp=3 has the experts of d modulo ep: of ep=2, d = 0 and 2 are six ranks from
+    each other. Folded, every second rank has the same, whole."""
+    plan, folding = Plan.parse("dp_replicate=4 ep=2 tp=3"), Stack(folds_experts=True)
+    assert expert_copies(plan) == (2, 6)
+    assert expert_copies(plan, folding) == (6, 2)
+    alone = Plan.parse("dp_replicate=4 ep=4 tp=3")
+    assert (expert_copies(alone), expert_copies(alone, folding)) == ((1, 3), (3, 4))
+    assert expert_copies(Plan.parse("dp_replicate=2 tp=2 ep=8"), folding) == (1, 8)
 
 
 @pytest.mark.parametrize(
