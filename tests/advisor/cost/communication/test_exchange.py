@@ -175,6 +175,7 @@ def test_copies_of_experts_step_over_the_ranks_of_a_layer_unless_folded_over_the
     plan, folding = Plan.parse("dp_replicate=4 ep=2 tp=3"), Stack(folds_experts=True)
     assert expert_copies(plan) == (2, 6)
     assert expert_copies(plan, folding) == (6, 2)
+    assert expert_copies(Plan.parse("dp_replicate=4 ep=2 tp=3 cp=5"), folding) == (30, 2)
     alone = Plan.parse("dp_replicate=4 ep=4 tp=3")
     assert (expert_copies(alone), expert_copies(alone, folding)) == ((1, 3), (3, 4))
     assert expert_copies(Plan.parse("dp_replicate=2 tp=2 ep=8"), folding) == (1, 8)

@@ -8,6 +8,7 @@ import pytest
 from advisor.cost import CostModel, Estimate, estimate
 from advisor.cost.estimates.stragglers import waiting_s
 from advisor.cost.estimates.updates import Served
+from advisor.cost.ledger import HOST_LINK_BYTES_PER_S, Ledger
 from advisor.decide.candidates import searched
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
@@ -73,6 +74,17 @@ def test_a_step_waits_for_the_link_of_the_parameter_server() -> None:
     }
 
 
+def test_messages_of_accelerators_cross_the_host_link_both_ways() -> None:
+    """Three workers of one node at 360 GB/s; a server adds up at 3.35 TB/s."""
+    machine, ledger = gpus(1, 4), Ledger(gpus(1, 4), {})
+    served = Served.of(Plan.parse("dp_replicate=3 servers=1"), machine, payload_bytes=PAYLOAD)
+    seconds = served.charge(ledger, update_s=1.0, computing_s=1.0)
+    host_s = 2 * PAYLOAD / HOST_LINK_BYTES_PER_S
+    adding = 3 * 3 * PAYLOAD / 3.35e12
+    assert seconds == pytest.approx(2 * 3 * PAYLOAD / 360e9 + adding + 4 * 5e-6 + host_s)
+    assert (ledger.host_bytes, ledger.host_s) == (2 * PAYLOAD, pytest.approx(host_s))
+
+
 def test_servers_share_the_traffic_and_the_update() -> None:
     """Two of them, for two workers: each gets half of 2 x 16 MB, as much as a worker sends."""
     one = priced("dp_replicate=3 servers=1 microbatch_size=4", small())
@@ -127,6 +139,7 @@ def test_traffic_between_nodes_is_limited_by_the_cards_of_the_servers_node() -> 
     plan = Plan.parse("dp_replicate=15 servers=1")
     served = Served.of(plan, machines, payload_bytes=PAYLOAD)
     assert served.in_s == pytest.approx(8 * PAYLOAD / 50e9)
+    assert served.worker_s == pytest.approx(PAYLOAD / 50e9)
     whole_node = Served.of(Plan.parse("dp_replicate=8 servers=8"), machines, payload_bytes=PAYLOAD)
     assert whole_node.in_s == pytest.approx(8 * 8 * PAYLOAD / 8 / 400e9)
     # Nine servers: the last one shares the second node with seven workers on slow links.

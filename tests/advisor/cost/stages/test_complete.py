@@ -36,6 +36,7 @@ def complete(world_size: int = 4, rows: int = 8, **settings: object) -> Plan:
 def test_devices_without_a_degree_hold_replicas() -> None:
     assert str(complete(8, tp=2)) == "dp_replicate=4 tp=2 tensor_styles=blocks.*:column"
     assert complete(8, tp=2, dp_shard=4).dp_replicate == 1
+    assert complete(4, servers=1).dp_replicate == 3
 
 
 def test_given_settings_are_kept() -> None:
