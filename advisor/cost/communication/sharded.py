@@ -50,7 +50,7 @@ class Sharded:
         is_hybrid = plan.data_parallel is DataParallel.HYBRID_SHARD
         return cls(
             shards=shard_group(plan),
-            experts=expert_copies(plan, stack) if plan.ep > 1 else (1, 1),
+            experts=expert_copies(plan, stack),
             replicas=replica_group(plan) if is_hybrid else (1, 1),
             compute_share=compute_share,
             reduced_share=reduced_share,
