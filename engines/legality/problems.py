@@ -105,11 +105,7 @@ def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
             what=f"{cluster.device.name} has no {wanted} (it has {known})",
             hint=_known_precision(model, cluster),
         )
-    if (
-        numerics(plan, model) is Numerics.BF16
-        and plan.data_parallel.is_sharded
-        and model.batch_norms
-    ):
+    if numerics(plan, model) is Numerics.BF16 and model.batch_norms:  # of sharded plans alone
         yield Problem(
             rule="mixed-batch-norm",
             what=f"`{model.batch_norms[0]}` is a batch norm: its statistics need fp32, and sharded"

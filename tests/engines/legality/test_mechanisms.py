@@ -141,3 +141,32 @@ def test_chunks_of_a_loss_need_a_linear_head_whose_logits_nothing_else_takes(
     cluster = cards(Plan.parse(plan).world_size)
     assert refused(f"{plan} loss_chunks=4", profile, cluster)[0] == rules
     assert refused(f"{plan} loss_chunks=1", profile, cluster)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "split"),
+    [
+        ("dp_replicate=2", None),
+        ("dp_shard=2", "data_parallel is full_shard"),
+        ("tp=2 tensor_styles=b.*:column", "data_parallel is none, tp is 2"),
+        ("dp_replicate=2 ep=2", "data_parallel is replicate, ep is 2"),
+    ],
+)
+def test_an_optimizer_of_whole_matrices_steps_no_part_of_one(plan: str, split: str | None) -> None:
+    blocks = [unit(f"b.{n}").model_copy(update={"experts": (8,)}) for n in range(2)]
+    because = "Muon needs whole matrices"
+    broken = problems(Plan.parse(plan), model(*blocks), cpu_ranks(2), whole_because=because)
+    assert [problem.what for problem in broken] == ([f"{because}; {split}"] if split else [])
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "rules"),
+    [
+        ("dp_replicate=2 cp=2 aggregation=ring", 4, ["aggregation-without-ddp"]),
+        ("dp_replicate=2 sync_every=2", 2, ["updates-period"]),
+        ("dp_replicate=2 dp_shard=3", 8, ["world-size"]),  # its groups have no nodes yet
+    ],
+)
+def test_settings_of_other_plans_are_refused_alone(plan: str, ranks: int, rules: list[str]) -> None:
+    tokens = model().model_copy(update={"tokens_per_sample": 8})
+    assert refused(plan, tokens, cpu_ranks(ranks))[0] == rules

@@ -22,6 +22,7 @@ GPT = profile_of(CASES["gpt"], CASES["gpt"].build())
         ("pp=2 schedule=gpipe stages=block.1", "stage-unknown", "`block.1` is not a unit"),
         ("pp=2 schedule=gpipe stages=embed", "stage-empty", "stage 0 would have nothing to do"),
         ("pp=3 schedule=gpipe stages=norm,blocks.1", "stage-order", "`blocks.1` is not after"),
+        ("pp=3 schedule=gpipe stages=norm,norm", "stage-order", "`norm` is not after"),
         ("pp=2 schedule=gpipe", "stage-count", "pp=2 needs 1 borders, `stages` names 0"),
         ("pp=2 schedule=gpipe stages=blocks.0,norm", "stage-count", "one stage a rank"),
         ("pp=2 schedule=zbv microbatches=2 stages=blocks.0,norm", "stage-count", "3 borders"),

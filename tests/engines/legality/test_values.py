@@ -87,14 +87,17 @@ def test_draws_and_counters_of_a_block_would_differ_where_it_runs_again(
 
 
 def test_only_layers_of_the_unit_that_acts_on_values_stay_whole() -> None:
-    layer = LayerCost(path="fc", kind=LayerKind.LINEAR, inputs=4, outputs=4, same_input=0)
-    costs = {Numerics.AS_BUILT: UnitCost(layers=(layer,))}
-    blocks = (unit(name).model_copy(update={"costs": costs}) for name in ("b.0", "b.1"))
+    blocks = []
+    for name, path in (("b.0", "fc"), ("b.1", "out")):
+        layer = LayerCost(path=path, kind=LayerKind.LINEAR, inputs=4, outputs=4, same_input=0)
+        costs = {Numerics.AS_BUILT: UnitCost(layers=(layer,))}
+        blocks.append(unit(name).model_copy(update={"costs": costs}))
     reads = (ValueRead(unit="b.1", line="net.py:7", operation="item"),)
     profile = model(*blocks, reads=reads)
     assert rules("tp=2 tensor_styles=b.0.fc:column", profile) == []
-    refused = Plan.parse("tp=2 tensor_styles=b.*.fc:column")
+    assert rules("tp=2 tensor_styles=b.*.fc:column", profile) == []
+    refused = Plan.parse("tp=2 tensor_styles=b.*.out:column")
     (problem,) = problems(refused, profile, cpu_ranks(2))
-    assert problem.what.endswith("tp=2 would split `b.1.fc`, in the same unit")
+    assert problem.what.endswith("tp=2 would split `b.1.out`, in the same unit")
     assert rules("tp=2", profile) == ["values-in-split-layers"]
     assert rules("tp=2", model()) == []
