@@ -100,17 +100,19 @@ def test_units_of_a_run_are_gathered_and_cast_one_by_one() -> None:
 
 def test_a_chunked_loss_reads_the_head_in_front_of_it() -> None:
     """Unless that is fetched for its own backward already."""
-    pair = loads(unit("head", parameter_bytes=80.0, is_separate=True), unit(LOSS))
+    head = unit("head", parameter_bytes=80.0, is_separate=True)
+    parts = loads(unit("norm"), head, unit(LOSS))
     for stack, nbytes in ((TORCH, 0.0), (Stack(loss=Loss.CHUNKED), 80.0)):
-        gathered = gathered_by_torch(Plan.parse("dp_shard=4"), pair, stack)
-        assert gathered(1, -1, True) == nbytes
-        assert gathered(1, 0, False) == 80
-        assert gathered(0, -1, False) == 80
+        gathered = gathered_by_torch(Plan.parse("dp_shard=4"), parts, stack)
+        assert gathered(2, -1, True) == nbytes
+        assert gathered(2, 1, False) == 80
+        assert gathered(1, -1, False) == 80
 
 
 def test_weights_of_a_stack_are_whole_while_their_unit_works_under_zero_3_alone() -> None:
     gathered = own_gathered(Plan.parse("dp_shard=4"), SPLIT)
     assert [gathered(0, 2, True), gathered(2, -1, True), gathered(1, 2, True)] == [64, 44, 44]
+    assert gathered(2, 0, False) == 64
     assert own_gathered(Plan.parse("dp_replicate=4 zero=2"), SPLIT)(0, 2, True) == 0
     states = States(weight=2, gradient=2, master=4)
     for stack, made in (

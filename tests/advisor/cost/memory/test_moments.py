@@ -189,6 +189,12 @@ def test_the_largest_copy_is_reserved_by_its_stream_and_gathered_early() -> None
     parts = replace(SPLIT, runs=(*units, replace(loss, forward_transient_bytes=10_000.0)))
     plan = Plan.parse("dp_shard=4 microbatches=2")
     most = peak(plan, parts, update=ADAM, device=GPU, batch_bytes=0.0)
+    assert most.loss_bytes == 10_000
+    saved = replace(loss, activation_bytes=20_000.0, backward_transient_bytes=300.0)
+    late = peak(
+        plan, replace(SPLIT, runs=(*units, saved)), update=ADAM, device=GPU, batch_bytes=0.0
+    )
+    assert late.loss_bytes == 20_300
     assert (most.memory.gradients, most.memory.transient) == (140 / 4, 10_000)
     allocated = most.memory.total - GPU.context_bytes.value
     reserved = allocated * 1.09 + 40 + GPU.context_bytes.value
