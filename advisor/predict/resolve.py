@@ -271,6 +271,8 @@ def _smallest(shape: Shape, cluster: ClusterProfile, zero: int) -> tuple[int, in
     `zero` splits some over the replicas."""
     room = cluster.device.memory_bytes.value * STATE_SHARE
     whole = WHOLE_STATE_BYTES[zero]
+    if not whole:
+        return 1, 1
     # All devices together split the rest, however many ranks tensors and stages take.
     room -= parameters_of(shape) * (STATE_BYTES - whole) / cluster.world_size
     need = parameters_of(shape) * whole

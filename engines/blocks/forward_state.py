@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from profiles.torch_compat import is_batch_norm, version_of
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Parameters, modules and hooks; buffers are looked at apart."""
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of every module: parameters, modules and hooks; buffers are looked at apart."""
 _ABSENT = object()
 
 
@@ -50,7 +50,7 @@ class ForwardState:
         values: dict[int, tuple[Tensor, int, Tensor]],
     ) -> None:
         for name, value in before.items():
-            if name in _OF_TORCH:
+            if name in OF_TORCH:
                 continue
             tensor, version, copy = values.get(id(value), (None, 0, None))
             if tensor is not None and version_of(tensor) != version:
@@ -93,7 +93,7 @@ def _tensors(known: list[tuple[dict[str, Any], dict[str, object]]]) -> Iterator[
     """Those that a forward might write into. Masks it does not, nor results of an earlier one."""
     for _, before in known:
         for name, value in before.items():
-            if name in _OF_TORCH or not isinstance(value, Tensor) or _has_graph(value):
+            if name in OF_TORCH or not isinstance(value, Tensor) or _has_graph(value):
                 continue
             if value.dtype != torch.bool or value.numel() == 1:
                 yield value

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from engines.blocks.forward_state import OF_TORCH
 from profiles.torch_compat import version_of
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, complex, str)
 
 
@@ -58,7 +58,7 @@ class StateBetween:
         for path, module in self._outside.items():
             for names in (vars(module), module._buffers):
                 for name, value in names.items():
-                    if name in _OF_TORCH:
+                    if name in OF_TORCH:
                         continue
                     if isinstance(value, Tensor):
                         yield f"{path}.{name}".lstrip("."), (value, version_of(value))

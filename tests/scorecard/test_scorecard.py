@@ -68,7 +68,7 @@ def assert_published(again: dict[str, Any], published_figures: dict[str, Any]) -
         assert actual[name] == expected, f"{name}: run `make scorecard`"
 
 
-@pytest.mark.nightly  # what was fitted then is what the rows of today are scored with
+@pytest.mark.slow
 def test_saved_fits_without_publishers_are_reproduced() -> None:
     """Of the publishers that leave the least to fit to."""
     rules, given = load(), runs()

@@ -191,7 +191,7 @@ def unit_times(
         rates = inner if run.is_block else outer
         time = _unit_time(run, recompute, rates, stack, is_sharded=is_sharded)
         if run.glue is not None:
-            time = time.with_glue(_unit_time(run.glue, recompute, rates, stack, is_sharded=False))
+            time = time.with_glue(_unit_time(run.glue, recompute, outer, stack, is_sharded=False))
         times.append(time)
     return tuple(
         replace(time, count=count)

@@ -112,7 +112,7 @@ def test_no_estimate_with_context_parallelism_is_below_its_bound(inter: float) -
     assert set(require_bounds(whole, PartialPlan.build({})).cp) == {1, 2, 4, 8}
 
 
-@pytest.mark.parametrize("ep", [pytest.param(2, marks=pytest.mark.nightly), 8])
+@pytest.mark.parametrize("ep", [2, 8])
 def test_no_estimate_with_expert_parallelism_is_below_its_bound(ep: int) -> None:
     whole = facts(mixture(), gpus(2, 4, memory_gib=24), batch=16)
     assert len(require_bounds(whole, PartialPlan.build({"ep": ep, "cp": 1}))) > 0

@@ -82,7 +82,6 @@ def searched(whole: Facts, offload: Offload = Offload.NONE) -> Search:
     return Search(cache, Policy(), space, StageSearch(cache, PartialPlan(), Policy()))
 
 
-@pytest.mark.nightly  # `test_search` has the same of torch's own states, and its bounds
 @settings(max_examples=30, deadline=None)
 @given(whole=situations(), offload=st.sampled_from(Offload), first=st.integers(0, SPACING - 1))
 def test_no_estimate_is_below_its_bound_and_the_preferred_plan_equals_brute_force(
