@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from advisor.inputs.facts import Facts
 from advisor.inputs.manual_placement import with_parts
-from advisor.inputs.precision import AUTO, MIXED, REDUCED, default_precision, reduced_precision
+from advisor.inputs.precision import AUTO, MIXED, NARROW, default_precision, reduced_precision
 from advisor.learning.anchor import Anchor
 from advisor.learning.run_log import pace_of, with_anchor, with_runs
 from engines.plan import PartialPlan, Precision
@@ -78,7 +78,7 @@ def facts_from_module(
     is_open = wanted in (None, AUTO)
     is_asked = is_open and (may_reduce or wanted == AUTO)
     may_reduce = is_asked and reduced_precision(cluster.device) is not None
-    is_reduced = (wanted in REDUCED or may_reduce) and dtype == "float32"
+    is_reduced = (wanted in NARROW or may_reduce) and dtype == "float32"
     look = functools.partial(
         capture,
         model,
@@ -96,7 +96,7 @@ def facts_from_module(
         profile = _with_times(model, sample, loss_fn, profile, cluster)
     cluster = with_parts(_with_context(cluster, model), profile)
     if learns:
-        cluster = with_runs(cluster, dtype=Precision(wanted).dtype)
+        cluster = with_runs(cluster, dtype=Precision(wanted).product_dtype)
     batch = global_batch_size
     if batch is None:
         batch = profile.samples * max(1, cluster.world_size - partial.extra_ranks)

@@ -154,7 +154,7 @@ def verify(request: VerifyRequest) -> Verified | None:
         scale=parallel.loss_scaler.scale,
         device=world.device,
     )
-    tolerance = TOLERANCES[dtype]
+    tolerance = TOLERANCES[getattr(torch, plan.precision.product_dtype)]
     again = copy.deepcopy(reference) if plan.data_degree * plan.forwards > 1 else None
     result = _compared(got, run(reference, [batch]), plan, rows, tolerance)
     if not result.is_equal and again is not None:

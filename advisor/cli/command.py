@@ -215,8 +215,8 @@ _SHARED: dict[str, dict[str, Any]] = {
     "--global-batch": {"callback": batch, "metavar": "SAMPLES"},
     "--optimizer": {"default": "adamw", "show_default": True, "metavar": "NAME"},
     "--precision": {
-        "callback": one_of("auto", "fp32", "bf16", "fp16"),
-        "metavar": "[auto|fp32|bf16|fp16]",
+        "callback": one_of("auto", "fp32", "bf16", "fp16", "fp8"),
+        "metavar": "[auto|fp32|bf16|fp16|fp8]",
     },
     "--seq": {"callback": tokens, "metavar": "TOKENS"},
 }

@@ -48,7 +48,7 @@ def facts_of(
     from advisor.inputs.facts import Facts
     from advisor.inputs.manual_placement import with_parts
     from advisor.inputs.models import require_model
-    from advisor.inputs.precision import AUTO, MIXED, REDUCED, default_precision, reduced_precision
+    from advisor.inputs.precision import AUTO, MIXED, NARROW, default_precision, reduced_precision
     from advisor.inputs.stacks import stack_of
     from advisor.learning.run_log import pace_of, with_anchor, with_runs
     from advisor.learning.shortages import below, failed_here
@@ -63,7 +63,7 @@ def facts_of(
     machines = resolve(cluster, bench=bench)
     is_open = precision in (None, AUTO)
     may_reduce = is_open and reduced_precision(machines.device) is not None
-    reduced = MIXED if precision in REDUCED or may_reduce else ()
+    reduced = MIXED if precision in NARROW or may_reduce else ()
     profile = _profile(
         model,
         sequence_length,
@@ -81,7 +81,7 @@ def facts_of(
         taken = default_precision(profile, machines.device, asked=precision)
         precision = (taken or Precision.FP32).value
     if cluster == "auto":
-        machines = with_runs(machines, dtype=Precision(precision).dtype)
+        machines = with_runs(machines, dtype=Precision(precision).product_dtype)
     workload = Workload(
         global_batch_size=global_batch,
         tokens_per_sample=profile.tokens_per_sample,

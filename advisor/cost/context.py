@@ -274,7 +274,8 @@ class CostContext:
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
         kind = self.numerics(plan)
         measured = None
-        if not (is_split or scales_loss(plan, model)):  # 16 bits are timed in bf16
+        # 16 bits are timed in bf16, and no products are in 8.
+        if not (is_split or scales_loss(plan, model) or self.stack.casts_apart):
             measured = block_times(model, cluster, kind, samples=loads.samples)
         added = added_s(loads, times, share=added_share(plan), device=device)
         if self.stack.accumulates_in_product:

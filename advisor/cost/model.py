@@ -12,9 +12,9 @@ from advisor.cost.estimates.staged import staged
 from advisor.cost.estimates.threads import threaded
 from advisor.cost.estimates.updates import updated
 from advisor.inputs.facts import Facts
-from engines.plan import DataParallel, PartialPlan, Plan
+from engines.plan import DataParallel, PartialPlan, Plan, Precision
 from profiles.errors import PlanError
-from profiles.workload.stack import chunked, compiled
+from profiles.workload.stack import chunked, compiled, in_eight_bits
 
 
 class CostModel(CostContext):
@@ -80,6 +80,9 @@ class CostModel(CostContext):
             stack = compiled(stack)
         if plan.loss_chunks and plan.loss_chunks > 1:
             stack = chunked(stack, plan.loss_chunks)
+        precision = plan.precision or self.facts.precision
+        if precision is Precision.FP8:
+            stack = in_eight_bits(stack, precision.product_dtype)
         if stack is self.stack:
             return self
         if stack.name not in self._others:

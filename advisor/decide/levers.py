@@ -18,7 +18,7 @@ from advisor.inputs.stacks import is_of_engines
 from advisor.inputs.wrapped import ShownAsText
 from advisor.search.ranking import Candidate, weigh
 from engines.legality import problems
-from engines.plan import Offload, PartialPlan, Plan, Recompute
+from engines.plan import Offload, PartialPlan, Plan, Precision, Recompute
 from profiles.record import Record
 from profiles.units import format_gib, format_percent, format_seconds
 from profiles.workload.lora import takes_lora, with_lora
@@ -31,7 +31,6 @@ RANK = 16
 _NOT_OURS = "our engines do not implement it"
 # Smallest relative difference that a report shows.
 _SHOWN = 0.0005
-FP8 = "float8_e4m3fn"
 # Alternatives that fit, and that do not, to estimate besides the plan taken.
 _OTHERS = 2
 # A report points out levers that shorten the step by this share; or that save this share of memory
@@ -84,11 +83,17 @@ def chunked_loss(facts: Facts) -> Facts | None:
     return facts if loss_chunks.is_open(facts, PartialPlan()) else None
 
 
+def eight_bits(facts: Facts) -> Facts | None:
+    """Multiply linear layers in fp8, if the device has units for it."""
+    return facts if Precision.FP8.product_dtype in facts.cluster.device.flop_per_s else None
+
+
 def fp8_products(facts: Facts) -> Facts | None:
-    """Multiply weights in fp8, with casts before, if the device has units for it."""
-    if FP8 not in facts.cluster.device.flop_per_s or facts.stack.product_dtype == FP8:
+    """Multiply all weights in fp8, with casts before, under a stack that our engines are not."""
+    dtype = Precision.FP8.product_dtype
+    if is_of_engines(facts.stack) or facts.stack.product_dtype == dtype:
         return None
-    return _with_stack(facts, "fp8 products", product_dtype=FP8)
+    return _with_stack(facts, "fp8 products", product_dtype=dtype) if eight_bits(facts) else None
 
 
 def cuda_graphs(facts: Facts) -> Facts | None:
@@ -170,8 +175,15 @@ LEVERS = (
     ),
     _Lever("CUDA graphs", "recorded launches, replayed", cuda_graphs),
     _Lever(
+        "fp8",
+        "products of linear layers in fp8 by torchao, blocks compiled",
+        eight_bits,
+        (("precision", Precision.FP8), ("compile", True)),
+        keeps_training=False,
+    ),
+    _Lever(
         "fp8 products",
-        "products with weights in fp8 (torchao, Transformer Engine)",
+        "products with weights in fp8 (Transformer Engine)",
         fp8_products,
         keeps_training=False,
     ),
@@ -324,7 +336,10 @@ def hint(decision: Decision) -> Iterator[str]:
     own = decision.estimate
     applied: list[str] = []
     priced: list[str] = []
-    for gain in gains(decision):
+    every = gains(decision)
+    for gain in every:
+        if any(_is_part(other, gain) for other in every):
+            continue
         step = gain.estimate.step_s / own.step_s - 1
         memory = gain.estimate.peak_high_bytes / own.peak_high_bytes - 1
         saves = memory <= -NOTABLE_MEMORY and step <= MOST_LONGER
@@ -341,6 +356,12 @@ def hint(decision: Decision) -> Iterator[str]:
     if lines:
         more = "`advise explain levers plan.json` shows all"
         yield f"levers on this plan: {'; '.join(lines)}. {more}"
+
+
+def _is_part(one: Gain, other: Gain) -> bool:
+    """True if one of two levers takes some settings of the other, and makes steps as short."""
+    less = set(one.settings.split()) < set(other.settings.split()) if one.settings else False
+    return less and one.estimate.step_s <= other.estimate.step_s
 
 
 def _change(now: float, before: float) -> str:

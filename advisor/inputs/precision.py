@@ -22,6 +22,9 @@ AUTO = "auto"
 REDUCED = (Precision.BF16, Precision.FP16)
 """The first is preferred: it has the range of fp32, the second needs a loss scale."""
 
+NARROW = (*REDUCED, Precision.FP8)
+"""All that compute in 16 bits, or fewer, on parameters of fp32."""
+
 
 def reduced_precision(device: Device) -> Precision | None:
     """Return the precision of 16 bits whose matrix products are faster than float32 on this

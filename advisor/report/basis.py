@@ -66,7 +66,9 @@ def _machine_constants(decision: Decision) -> Iterator[Basis]:
     cluster, device = decision.facts.cluster, decision.facts.cluster.device
     model = decision.facts.model
     learned = cluster.learned or Learned()
-    peak = device.flop_per_s.get(decision.plan.precision.dtype) or device.flop_per_s["float32"]
+    peak = (
+        device.flop_per_s.get(decision.plan.precision.product_dtype) or device.flop_per_s["float32"]
+    )
     yield Basis(
         what=f"matrix products: {format_percent(matmul_fraction(device))} of"
         f" {format_flop_rate(peak.value)} on {device.name}",

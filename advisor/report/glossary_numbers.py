@@ -50,7 +50,9 @@ def _nodes(decision: Decision) -> str:
 
 def _accelerator(decision: Decision) -> str:
     device = decision.facts.cluster.device
-    peak = device.flop_per_s.get(decision.plan.precision.dtype) or device.flop_per_s["float32"]
+    peak = (
+        device.flop_per_s.get(decision.plan.precision.product_dtype) or device.flop_per_s["float32"]
+    )
     usable = format_gib(decision.policy.usable_bytes(device))
     return f"{device.name}: {usable} usable, {format_flop_rate(peak.value)} at its peak"
 

@@ -1,14 +1,23 @@
-"""Change how parts run on this rank: chunked loss, recompute, offloaded activations, compile."""
+"""Change how parts run on this rank: products in 8 bits, chunked loss, recompute, offloaded
+activations, compile."""
 
 from __future__ import annotations
 
 from engines.apply.build import Build
 from engines.blocks.chunked_loss import chunk_loss
 from engines.blocks.compile import compile_blocks
+from engines.blocks.eight_bits import multiply_in_eight_bits
 from engines.blocks.recompute import recompute_blocks
 from engines.offload.activations import offload_activations
 from engines.runtime.failures import all_ranks_succeed
 from profiles.workload.losses import head_of
+
+
+def narrow(build: Build) -> None:
+    """Multiply in 8 bits, where the plan does."""
+    multiply_in_eight_bits(
+        build.model, build.plan, profile=build.profile, device=build.world.device
+    )
 
 
 def chunk(build: Build) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from engines.apply.assemble import assemble
-from engines.apply.blocks import chunk, compile_, recompute
+from engines.apply.blocks import chunk, compile_, narrow, recompute
 from engines.apply.build import Build, Training
 from engines.apply.prepare import prepare
 from engines.apply.proofs import Proofs
@@ -138,6 +138,7 @@ def apply_plan(
     prepare(build, sample, weights, offload_folder, proofs or Proofs())
     make_stages(build, sample)
     leave_out(build)
+    narrow(build)
     split(build)
     chunk(build)
     recompute(build)

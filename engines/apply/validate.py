@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engines.apply.build import Build
 from engines.apply.topics import topics_of
 from engines.blocks.compile import require_compilable
+from engines.blocks.eight_bits import require_eight_bits
 from engines.data.dense_gradients import require_dense
 from engines.data.finite import OnNonfinite
 from engines.data.noise_scale import require_measurable
@@ -50,6 +51,7 @@ def _require_possible(build: Build) -> None:
     sparse = build.profile.sparse_gradients
     require_dense(build.model, plan, sparse, sparse_alone=sparse_alone(training.optimizer))
     require_compilable(build.model, plan, profile=build.profile, device=world.device)
+    require_eight_bits(build.model, plan, profile=build.profile)
 
 
 def _require_chunked(plan: Plan, because: str) -> None:

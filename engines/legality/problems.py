@@ -105,6 +105,13 @@ def precision(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
             what=f"{cluster.device.name} has no {wanted} (it has {known})",
             hint=_known_precision(model, cluster),
         )
+    eight = plan.precision.product_dtype
+    if eight != wanted and cluster.device.kind != "cpu" and eight not in cluster.device.flop_per_s:
+        yield Problem(
+            rule="precision-8-bit",
+            what=f"{cluster.device.name} does not multiply in 8 bits ({eight})",
+            hint=f"set precision={_precision_of(wanted)}",
+        )
     if numerics(plan, model) is Numerics.BF16 and model.batch_norms:  # of sharded plans alone
         yield Problem(
             rule="mixed-batch-norm",
@@ -300,7 +307,7 @@ def _known_precision(model: ModelProfile, cluster: ClusterProfile) -> str:
     known = [
         p.value
         for p in Precision
-        if p.dtype in cluster.device.flop_per_s
+        if {p.dtype, p.product_dtype} <= cluster.device.flop_per_s.keys()
         and (p.dtype == model.dtype or (model.dtype == "float32" and p is not Precision.FP64))
     ]
     if known:

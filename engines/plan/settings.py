@@ -62,21 +62,35 @@ class Precision(StrEnum):
 
     A model built in that dtype runs as it is. An fp32 model under `BF16` and `FP16` keeps fp32
     parameters, gradients and optimizer states (the masters) and computes in 16 bits; under `FP16`
-    with a loss scale.
+    with a loss scale. `FP8` is `BF16` but for products of linear layers in blocks: torchao casts
+    both factors to 8 bits, with one scale a tensor, and the gradients of the backward too
+    (arXiv:2209.05433). CPUs emulate it, which takes longer.
     """
 
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
     FP64 = "fp64"
+    FP8 = "fp8"
 
     @property
     def dtype(self) -> str:
-        """torch's name of the dtype."""
+        """torch's name of the dtype; under `FP8` that of all but the products of linear layers."""
         return _DTYPES[self.value]
 
+    @property
+    def product_dtype(self) -> str:
+        """torch's name of the dtype that linear layers in blocks multiply in."""
+        return "float8_e4m3fn" if self is Precision.FP8 else self.dtype
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+_DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp64": "float64",
+    "fp8": "bfloat16",
+}
 
 
 class Aggregation(StrEnum):

@@ -99,6 +99,8 @@ class Stack(Record):
         selective: what selective recompute repeats.
         allocator_slack: what the allocator holds over what is allocated, as a share.
         product_dtype: of products with weights, where it is not the plan's precision.
+        casts_apart: kernels of their own cast the factors of 8-bit products, and those of linear
+            layers in blocks alone (torchao); else it is beside the products (Transformer Engine).
         is_generic: nobody said what ran: ranges are wider.
         sources: (flag, where it is from), of every flag that is not the default.
     """
@@ -132,6 +134,7 @@ class Stack(Record):
     selective: Selective = Selective.OPERATORS
     allocator_slack: NonNegativeFloat | None = None
     product_dtype: str | None = None
+    casts_apart: bool = False
     is_generic: bool = False
     sources: tuple[tuple[str, str], ...] = ()
 
@@ -178,6 +181,14 @@ def compiled(stack: Stack) -> Stack:
     if stack == TORCH:
         return stack_named(COMPILED)
     return stack.model_copy(update={"name": f"{stack.name}, compiled", "compiled": True})
+
+
+def in_eight_bits(stack: Stack, dtype: str) -> Stack:
+    """The stack with linear layers that multiply in `dtype` by torchao."""
+    if stack.product_dtype == dtype:
+        return stack
+    changes = {"name": f"{stack.name}, products in fp8", "product_dtype": dtype}
+    return stack.model_copy(update={**changes, "casts_apart": True})
 
 
 def chunked(stack: Stack, chunks: int) -> Stack:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -35,9 +36,14 @@ CHANGES: dict[str, Variant] = {
     "states in main memory, prefetched": Variant("precision=bf16 zero=3 offload=states"),
     "shards of one rank": Variant("precision=bf16 zero=3"),
     "compile and full recompute": Variant("precision=bf16 compile=true recompute=full"),
+    "products in 8 bits, compiled": Variant("precision=fp8 compile=true"),
+    "products in 8 bits": Variant("precision=fp8"),
 }
 MODELS = ("gpt-350m", "gpt-1.3b")
-SMALL_CHANGES = {"loss in 2 chunks": Variant("loss_chunks=2")}
+SMALL_CHANGES = {
+    "loss in 2 chunks": Variant("loss_chunks=2"),
+    "products in 8 bits": Variant("precision=fp8"),
+}
 # Launches take longer than kernels here: what graphs are for.
 GRAPHED = gpt_of(layers=12, heads=8, width=512, length=256, vocabulary=8192)
 GRAPHED_ROWS = 4
@@ -80,6 +86,8 @@ def _subject(setting: Setting, name: str) -> Subject:
 
 
 def _run(name: str, variant: Variant, setting: Setting) -> Iterator[Row]:
+    if "fp8" in variant.settings and find_spec("torchao") is None:
+        raise LeftOutError("torchao is not installed")
     plain = _base(setting, name)
     changed = measured(setting, _subject(setting, name), name, variant)
     both = _both(setting, name, variant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import log
@@ -18,6 +19,7 @@ from advisor.cost.calibration import (
 from advisor.cost.compute.attention import computed_share, drawn
 from advisor.cost.compute.norms import block_s
 from advisor.cost.compute.waves import wave_share
+from advisor.cost.load.casts import EAGER, FUSED, Casts, cast_count, cast_elements, is_cast
 from advisor.cost.load.work import ELEMENT_BYTES, AttentionLoad, ProductLoad
 from profiles.machine.cluster import Device
 from profiles.model.work import AttentionKernel, ProductKind
@@ -131,6 +133,7 @@ class DeviceRates:
         peak: of products with weights in the plan's dtype, FLOP/s; `half` of 16-bit ones.
         bandwidth: bytes/s of operands of products; `elementwise` of all other kernels.
         operand_bytes: of an element of a product's factors; those of 8 bits are cast from 16.
+        casts: to 8 bits by kernels of their own; `others` are the rates of products without them.
         launch_s: what a kernel takes of the host; `waits` for each to end before the next.
         has_own_norms: batch norms are torch's kernels, not cuDNN's (torch 2.11,
             torch/aten/src/ATen/native/Normalization.cpp: bf16).
@@ -146,11 +149,15 @@ class DeviceRates:
     calibration: Calibration
     operand_bytes: int = 2
     is_narrow: bool = False
+    casts: Casts | None = None
+    others: DeviceRates | None = None
     has_own_norms: bool = False
 
     @classmethod
     def of(cls, device: Device, dtype: str, stack: Stack, calibration: Calibration) -> DeviceRates:
         half = peak_flop_per_s(device, dtype if dtype in _WIDE else "bfloat16").value
+        is_narrow = dtype.startswith(("float8", "float4"))
+        is_apart = is_narrow and stack.casts_apart
         if dtype == "float16":
             half = peak_flop_per_s(device, dtype).value
         is_cpu = device.kind == "cpu"
@@ -170,9 +177,18 @@ class DeviceRates:
             waits=stack.blocking_launches,
             calibration=calibration,
             operand_bytes=4 if dtype in _WIDE else 2,
-            is_narrow=dtype.startswith(("float8", "float4")),
+            is_narrow=is_narrow,
+            casts=(FUSED if stack.compiled else EAGER) if is_apart else None,
+            others=cls.of(device, "bfloat16", stack, calibration) if is_apart else None,
             has_own_norms=dtype == "bfloat16",
         )
+
+    def cast_kernels(self, products: Iterable[ProductLoad], *, forward: bool) -> float:
+        """Kernels that cast factors to 8 bits in a forward, or in a backward."""
+        if self.casts is None:
+            return 0.0
+        cast = (cast_count(each, forward=forward) for each in products if is_cast(each))
+        return self.casts.kernels * sum(cast)
 
     def core_s(self, cycles: float) -> float:
         """Seconds of cycles of a core, shared out among those of a processor; they are as fast as
@@ -190,6 +206,8 @@ class DeviceRates:
         """
         if not flop:
             return 0.0
+        if self.others is not None and not is_cast(product):
+            return self.others.product_s(product, flop, moved_bytes)
         if product.kind is ProductKind.ELEMENTWISE:
             return self._norm_s(product, moved_bytes, forward=flop == product.forward_flop)
         if product.kind is ProductKind.CONVOLUTION and self.device.kind != "cpu":
@@ -231,7 +249,11 @@ class DeviceRates:
             later = self.device.name.startswith(_BLACKWELL)
             best = NARROW_SHARE_OF_BLACKWELL if later else NARROW_SHARE
             seconds = max(seconds / best, moved_bytes / self.bandwidth)
-            seconds += NARROW_BYTES * product.m * operand * product.repeats / self.bandwidth
+            if self.casts is None:
+                seconds += NARROW_BYTES * product.m * operand * product.repeats / self.bandwidth
+            else:
+                elements = cast_elements(product, forward=flop == product.forward_flop)
+                seconds += self.casts.moved_bytes * elements / self.elementwise
         if product.is_convolution and self.device.kind == "cpu":
             products = flop / product.forward_flop
             exposed += REORDERED * products * product.forward_bytes

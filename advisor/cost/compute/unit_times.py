@@ -324,6 +324,8 @@ def _unit_time(
 
     python = 1.0 if device.kind == "cpu" else PYTHON_SHARE
     hooks *= python
+    launched = unit.forward_kernels + rates.cast_kernels(unit.work.products, forward=True)
+    launched_back = unit.backward_kernels + rates.cast_kernels(unit.work.products, forward=False)
 
     def launching(busy: float, kernels: float) -> float:
         launch = kernels * rates.launch_s
@@ -336,15 +338,14 @@ def _unit_time(
         busy += max(0.0, moved - charged) / rates.elementwise
         busy += rates.core_s(unit.forward_cycles if forward else unit.backward_cycles)
         busy += new_memory_s(device, _new_bytes(unit, forward=forward))
-        kernels = unit.forward_kernels if forward else unit.backward_kernels
-        return busy, launching(busy, kernels + hooks)
+        return busy, launching(busy, (launched if forward else launched_back) + hooks)
 
     def repeated(busy: float) -> tuple[float, float]:
         """Seconds of a forward again; the host's work hides behind the whole backward too."""
-        kernels: float = unit.forward_kernels + unit.backward_kernels
+        kernels = launched + launched_back
         kernels += hooks + python * checkpoint_launches(unit, recompute, stack)
         behind = launching(backward[0] + busy, kernels) - backward[1]
-        return busy, max(behind, launching(busy, unit.forward_kernels))
+        return busy, max(behind, launching(busy, launched))
 
     forward, backward = seconds(forward=True), seconds(forward=False)
     again = (0.0, 0.0)

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import NamedTuple
 
 from advisor.cost.load.axes import over_tokens, split_experts
+from advisor.cost.load.casts import EAGER, FUSED, with_casts
 from advisor.cost.load.runs import UnitRun, divided
 from advisor.cost.load.tensor import UNSTYLED, Styled, Styles, cut, is_split, with_biases
 from advisor.cost.load.unit_load import UnitLoad, with_less
@@ -65,6 +66,8 @@ def run_loads(
             tp=tp,
             stack=stack,
         )
+        if stack.casts_apart and unit.is_block:
+            load = with_casts(load, FUSED if stack.compiled else EAGER)
         if cp == 1:
             return load
         width, cost = element_bytes(model, numerics), unit.cost(numerics)

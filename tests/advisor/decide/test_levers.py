@@ -16,7 +16,7 @@ from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
 from advisor.inputs.stacks import is_of_engines
-from engines.plan import PartialPlan, Plan
+from engines.plan import PartialPlan, Plan, Precision
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.machine.clusters import cluster_from_name
 from profiles.model.profile import Numerics
@@ -92,18 +92,36 @@ def test_a_chunked_loss_holds_an_eighth_of_the_logits() -> None:
     assert chunked.keeps_training
 
 
-def test_fp8_products_need_fp8_units() -> None:
-    fp8 = gain(decided(on()), "fp8 products")
-    before = decided(on()).estimate.time.compute_s
+@pytest.mark.parametrize(("name", "stack"), [("fp8", "torch"), ("fp8 products", "megatron-2022")])
+def test_fp8_products_need_fp8_units(name: str, stack: str) -> None:
+    decision = decided(on(stack=stack_named(stack)))
+    before = decision.estimate.time.compute_s
     # Twice the rate for products, the same for all else.
-    assert 0.5 * before < fp8.estimate.time.compute_s < before
-    names = [each.name for each in levers.gains(decided(on("8xA100-SXM-80GB")))]
-    assert "fp8 products" not in names
+    assert 0.5 * before < gain(decision, name).estimate.time.compute_s < before
+    without = levers.gains(decided(on("8xA100-SXM-80GB", stack_named(stack))))
+    assert not any("fp8" in each.name for each in without)
+
+
+def test_our_engines_multiply_in_fp8_where_blocks_are_compiled() -> None:
+    """And wide: by themselves casts take longer than they save."""
+    wide = SHAPE.model_copy(update={"hidden": 4096, "head_width": 512, "ffn": 16384, "layers": 2})
+    whole = Facts(**{**dict(on()), "model": transformer_profile(wide, name="wide")})
+    decision = decided(whole)
+    fp8, compiled = gain(decision, "fp8"), gain(decision, "compile")
+    assert fp8.settings == "precision=fp8 compile=true"
+    assert not fp8.keeps_training
+    assert fp8.estimate.step_s < compiled.estimate.step_s
+    assert "`precision=fp8 compile=true` (-" in next(levers.hint(decision))
+    alone = decision.plan.model_copy(update={"precision": Precision.FP8})
+    assert CostModel(whole).estimate(alone).step_s > decision.estimate.step_s
+    narrow = decided(on())
+    assert gain(narrow, "fp8").estimate.step_s > gain(narrow, "compile").estimate.step_s
+    assert "fp8" not in next(levers.hint(narrow))
 
 
 def test_a_head_stays_in_16_bits() -> None:
     """Blocks multiply in 8 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.1)."""
-    narrow = levers.fp8_products(on())
+    narrow = levers.fp8_products(on(stack=stack_named("megatron-2022")))
     assert narrow is not None
     plan = Plan.parse("dp_replicate=8 precision=bf16 microbatch_size=8")
 
@@ -116,7 +134,8 @@ def test_a_head_stays_in_16_bits() -> None:
         _, block, *_, head, _ = (time.forward_s for time in times)
         return block, head
 
-    (block, head), (narrow_block, narrow_head) = seconds(TORCH), seconds(narrow.stack)
+    plain = stack_named("megatron-2022")
+    (block, head), (narrow_block, narrow_head) = seconds(plain), seconds(narrow.stack)
     assert narrow_block < block
     assert narrow_head == head
 
@@ -146,7 +165,7 @@ def test_levers_of_the_engines_are_settings_of_plans() -> None:
     decision = decided(on())
     applied = [each for each in levers.gains(decision) if each.settings]
     assert {each.name for each in applied} == {
-        "compile", "offload activations", "chunked loss",
+        "compile", "offload activations", "chunked loss", "fp8",
     }  # fmt: skip
     for each in applied:
         partial = decision.partial.fixing(**PartialPlan.parse(each.settings).fixed)
@@ -185,9 +204,9 @@ def test_a_plan_that_is_faster_under_a_lever_is_named() -> None:
 
 class TestReport:
     def test_the_hint_lists_notable_levers_only(self) -> None:
-        (hint,) = levers.hint(decided(on()))
+        (hint,) = levers.hint(decided(on(stack=stack_named("megatron-2022"))))
         assert hint.startswith("levers on this plan: ")
-        assert "fp8 products (-" in hint
+        assert "CUDA graphs (-" in hint
         assert "priced only, our engines do not implement it" in hint
         assert "offload" not in hint  # it takes longer and saves nothing that is needed
 
