@@ -93,6 +93,12 @@ class Layout:
         return self._stages is not None
 
     @property
+    def is_partial(self) -> bool:
+        """True if ranks hold other parameters than the model's: those of stages, or slices. Shards
+        of FSDP2 have the whole shapes."""
+        return self.has_stages or bool(self._slices) or bool(self._experts)
+
+    @property
     def is_uneven(self) -> bool:
         """True if ranks of the tp axis hold parts of different sizes."""
         return any(
@@ -103,6 +109,10 @@ class Layout:
     def shape(self, name: str) -> torch.Size | None:
         """The shape of the whole parameter; None if there is no such parameter."""
         return self._shapes.get(self._first.get(name, name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of the parameter `name`."""
+        return self._dtypes[self._first.get(name, name)]
 
     def holds(self, name: str) -> bool:
         """True if this rank has a part of the parameter `name`; of buffers it has all."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engines.state.layout import Layout
+from engines.state.parameter_groups import groups_of_whole, regroup
 from profiles.errors import InputError
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -30,10 +31,11 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of this rank's parameters after the plan was applied.
 
-    A factory is called on the trainable parameters of `model`. An optimizer that was built on the
-    parameters before wrapping is carried over in place: same object, groups, hyper-parameters and
-    states, so learning-rate schedulers that refer to it still work. None means AdamW with torch's
-    defaults. That of a server has the parameters named in `served` alone.
+    A factory is called on the trainable parameters of `model`, and its groups are those that it
+    makes of the whole model's. An optimizer that was built on the parameters before wrapping is
+    carried over in place: same object, groups, hyper-parameters and states, so learning-rate
+    schedulers that refer to it still work. None means AdamW with torch's defaults. That of a server
+    has the parameters named in `served` alone.
 
     Raises:
         InputError: the optimizer holds a parameter that is not of this model.
@@ -41,14 +43,21 @@ def build_optimizer(
     if isinstance(given, torch.optim.Optimizer):
         _carry_over(given, model, names_before, layout, served)
         return given
-    trainable = [
-        parameter
+    own = {
+        name: parameter
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and layout.holds(name) and (served is None or name in served)
-    ]
+    }
+    trainable = list(own.values())
     if not trainable and layout.has_stages:
         trainable = [_empty_parameter()]
-    return given(trainable) if given is not None else torch.optim.AdamW(trainable)
+    if given is None:
+        return torch.optim.AdamW(trainable)
+    groups = groups_of_whole(given, names_before, layout) if own and served is None else None
+    optimizer = given(trainable)
+    if groups is not None:
+        regroup(optimizer, groups, own)
+    return optimizer
 
 
 def empty_optimizer() -> torch.optim.Optimizer:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
-from itertools import chain
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -37,6 +38,30 @@ def own_groups(saved: list[State], here: list[State]) -> list[State]:
         source = next((settings[name] for name in names if name in settings), fallback)
         result.append({**group, **source, "params": names})
     return result
+
+
+@contextmanager
+def without_empty_groups(
+    optimizer: torch.optim.Optimizer, groups: list[State]
+) -> Iterator[list[State]]:
+    """Hide groups that have no parameters on this rank, as in a stage of a pipeline: torch's state
+    dicts know one at most. After it they are back, with the settings in `groups`.
+
+    Args:
+        groups: of a state dict, one for each group of the optimizer.
+
+    Yields those of `groups` that are not hidden.
+    """
+    has_any = [bool(group["params"]) for group in optimizer.param_groups]
+    optimizer.param_groups = list(compress(optimizer.param_groups, has_any))
+    try:
+        yield list(compress(groups, has_any))
+    finally:
+        filled = iter(optimizer.param_groups)
+        optimizer.param_groups = [
+            next(filled) if is_filled else {**group, "params": []}
+            for is_filled, group in zip(has_any, groups, strict=True)
+        ]
 
 
 def require_groups(

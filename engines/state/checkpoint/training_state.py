@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from engines.state.checkpoint.param_groups import State, is_alike, own_groups, require_groups
+from engines.state.checkpoint.param_groups import (
+    State,
+    is_alike,
+    own_groups,
+    require_groups,
+    without_empty_groups,
+)
 from engines.state.layout import Layout
 from engines.state.shard_spec import PlacedTensor, placed
 from profiles.errors import FileError
@@ -186,13 +192,14 @@ class StatesToLoad:
                 model_state[name] = values[MODEL + name]
         options = StateDictOptions(strict=len(model_state) == len(self.names))
         if _is_of(self._optimizer, self._model):
-            set_state_dict(
-                self._model,
-                self._optimizer,
-                model_state_dict=model_state,
-                optim_state_dict=state,
-                options=options,
-            )
+            with without_empty_groups(self._optimizer, state["param_groups"]) as groups:
+                set_state_dict(
+                    self._model,
+                    self._optimizer,
+                    model_state_dict=model_state,
+                    optim_state_dict={**state, "param_groups": groups},
+                    options=options,
+                )
         else:
             set_model_state_dict(self._model, model_state, options=options)
         _forget_states_not_saved(self._model, self._optimizer, names)
@@ -221,7 +228,16 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, 
 def _raw_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
     """State dicts as torch gives them; no optimizer states where nothing is stepped here."""
     if _is_of(optimizer, model):
-        return get_state_dict(model, optimizer)
+        named = [dict(group, params=[]) for group in optimizer.param_groups]
+        with without_empty_groups(optimizer, named):
+            model_state, of_optimizer = get_state_dict(model, optimizer)
+        optimizer_state: State = of_optimizer
+        filled = iter(optimizer_state["param_groups"])
+        optimizer_state["param_groups"] = [
+            next(filled) if group["params"] else empty
+            for group, empty in zip(optimizer.param_groups, named, strict=True)
+        ]
+        return model_state, optimizer_state
     return get_model_state_dict(model), {"state": {}, "param_groups": []}
 
 
