@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engines.data.finite import FiniteGuard
@@ -31,10 +31,15 @@ from engines.runtime.random_states import (
 )
 from engines.runtime.world import World, rank_error_context, require_same, sum_over_ranks
 from engines.state.checkpoint.agreement import Alone, all_peers_succeed, peers_of
+from engines.state.checkpoint.averages import Averages
 from engines.state.checkpoint.load import SavedStates, Step, fill, open_save
 from engines.state.checkpoint.objects import Stateful, with_states
 from engines.state.checkpoint.save import CheckpointSave, SaveOptions, start_saving
-from engines.state.checkpoint.training_state import StatesToLoad, states_to_save
+from engines.state.checkpoint.training_state import (
+    StatesToLoad,
+    require_savable,
+    states_to_save,
+)
 from engines.state.full_state import set_whole_state, whole_state
 from engines.state.layout import Layout
 from engines.state.optimizer import empty_optimizer
@@ -77,7 +82,9 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         """Save and load these too: schedulers, a loader, moving averages, whatever has a
         `state_dict` and a `load_state_dict`.
 
-        Each rank saves its own state of them. Loaders that `shard` made are registered already.
+        Each rank saves its own state of them; but tensors under the names of parameters, in the
+        shapes that those have on this rank, are saved whole as they are, so that averages go with
+        any plan. Loaders that `shard` made are registered already.
 
         Raises:
             InputError: an object has no such methods.
@@ -110,7 +117,8 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
 
         Raises:
             FileError: it cannot be written, or another job saves there.
-            InputError: a registered object has a value that checkpoints cannot hold.
+            InputError: a registered object or the optimizer has a state that checkpoints cannot
+                hold.
             NonFiniteError: a trained parameter is nan or inf; nothing is written.
             RankMismatchError: replicas' parameters or ranks' rates differ; nothing is written.
             PlanMismatchError: ranks name different folders.
@@ -153,6 +161,9 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         with self._exchange.saving() as writers, self._probing():
             if not self._exchange.keeps_states:
                 return CheckpointSave.done(root / f"step-{step:08d}")
+            peers = peers_of(self._job, writers)
+            with all_peers_succeed(peers, f"saving into `{root}`"):
+                require_savable(self.optimizer)
             states = states_to_save(
                 self.module,
                 self.optimizer,
@@ -160,12 +171,16 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
                 outer=self._exchange.outer_states(),
                 replica=self._exchange.states_of,
             )
+            own["objects"], averages = Averages(self.module, self._layout).take_from(
+                own["objects"], peers=peers, checksums=self._checksums_of
+            )
+            states.tensors.update(averages)
             self.step = step  # servers step while others come to save
             saving = start_saving(
                 root,
                 states,
                 own,
-                peers=peers_of(self._job, writers),
+                peers=peers,
                 options=SaveOptions(step, str(self.plan), keep_last, keep_every),
                 timeout_s=job.timeout_s,
                 background=background and writers is None,
@@ -209,7 +224,9 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         saved = open_save(root, step=step, peers=everyone, verify=verify)
         with all_peers_succeed(everyone, f"loading `{saved.path}`"):
             own = self._own_of(saved)
-        objects = with_states(self._objects_of(saved, own), peers=everyone, folder=saved.path)
+            states_of = self._objects_of(saved, own)
+            Averages(self.module, self._layout).put_into(states_of, saved)
+        objects = with_states(states_of, peers=everyone, folder=saved.path)
         with objects, self._exchange.loading(), self._probing():
             states = StatesToLoad(
                 self.module,
@@ -236,6 +253,9 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
             "loaders": loaders,
             "objects": objects,
         }
+
+    def _checksums_of(self, tensors: list[Tensor]) -> list[int]:
+        return checksums(tensors, self._world.device).tolist() if tensors else []
 
     @property
     def _has_buckets(self) -> bool:

@@ -29,10 +29,12 @@ from engines.state.checkpoint.param_groups import (
 )
 from engines.state.layout import Layout
 from engines.state.shard_spec import PlacedTensor, placed
-from profiles.errors import FileError
+from profiles.errors import FileError, InputError, a_type
+from profiles.torch_compat import tensors_in
 
 MODEL, OPTIMIZER, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups"
 OUTER = "outer."
+_PLACES = "`optimizer.state[parameter]`, each tensor under a key of its own, and in `param_groups`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,38 @@ class NamedStates:
 def replica_prefix(number: int) -> str:
     """Prefix of the optimizer states of a replica that steps on its own."""
     return f"replica{number}."
+
+
+def require_savable(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse states that a checkpoint cannot hold, or that no load could bring back.
+
+    Raises:
+        InputError: they are of no parameter, in a container, or outside of states and groups.
+    """
+    kind, hints = type(optimizer).__name__, [f"keep them in {_PLACES}"]
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        others = [name for name in optimizer.state_dict() if name not in ("state", "param_groups")]
+        if others:
+            raise InputError(
+                f"`{kind}.state_dict()` has `{others[0]}` beside the states of parameters and the"
+                " settings of groups: a checkpoint does not hold it",
+                hints=hints,
+            )
+    known = {p for group in optimizer.param_groups for p in group["params"]}
+    for owner, states in optimizer.state.items():
+        if owner not in known:
+            raise InputError(
+                f"`{kind}` has states under {owner!r:.40}, which is none of its parameters: a"
+                " checkpoint does not hold them",
+                hints=hints,
+            )
+        for key, value in states.items():
+            if isinstance(value, list | tuple | dict) and tensors_in(value):
+                raise InputError(
+                    f"the state `{key}` of `{kind}` is {a_type(value)} of tensors: a checkpoint"
+                    " knows how a tensor lies under a key of its own",
+                    hints=hints,
+                )
 
 
 def states_to_save(

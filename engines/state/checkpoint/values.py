@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from profiles.errors import FileError, InputError, a_type
 
@@ -54,6 +55,12 @@ def encode(value: object, name: str, tensors: dict[str, Tensor], *, depth: int =
             return int(value)
         case float():
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        case DTensor():
+            raise InputError(
+                f"`{name}` is a shard of a tensor of {tuple(value.shape)}, under no parameter's"
+                " name: a rank alone cannot save it",
+                hints=["save it in a dict under the parameter's name, or whole: `full_tensor()`"],
+            )
         case Tensor():
             tensors[name] = value.detach()
             return {"$tensor": name}
