@@ -18,6 +18,7 @@ from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.rank_agreement import require_agreement
 from engines.state.optimizer import build_optimizer
 from engines.state.optimizer_settings import optimizer_topics
+from engines.state.sharded_step import require_steps_shards
 
 
 def assemble(build: Build) -> ParallelModel:
@@ -32,6 +33,7 @@ def assemble(build: Build) -> ParallelModel:
             layout=build.layout,
             served=served,
         )
+        require_steps_shards(optimizer, plan=plan)
     part = f"stage {build.mesh.pp.position}" if served is None else f"server {world.rank}"
     require_agreement(optimizer_topics(optimizer, part=part), world)
     if build.pool is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engines.state.chunked_step import step_in_chunks
 from engines.state.optimizer import OptimizerFactory
+from engines.state.sharded_step import trial_of
 from profiles.capture.fakes.tensors import Fakes
 from profiles.capture.operators.table import flop_formulas, launches, moved_bytes
 from profiles.errors import InputError
@@ -379,16 +380,8 @@ def _trial(
     """
     if not isinstance(given, torch.optim.Optimizer):
         return given(parameters)
-    # Not copy.copy: Optimizer's own copying drops subclasses' attributes besides groups and state.
-    trial = object.__new__(type(given))
-    for name, value in vars(given).items():
-        # A scheduler sets a `step` of the real optimizer; hooks must not see a trial.
-        if name != "step":
-            vars(trial)[name] = type(value)() if name.endswith("_hooks") else value
-    trial.state = defaultdict(dict)
-    if fakes_of is None:
-        trial.param_groups = [{**given.param_groups[0], "params": parameters}]
-    else:
+    trial = trial_of(given, parameters)
+    if fakes_of is not None:
         trial.param_groups = [
             {**group, "params": [fakes_of[p] for p in group["params"] if p in fakes_of]}
             for group in given.param_groups

@@ -237,6 +237,26 @@ def test_optimizers_of_whole_matrices_are_refused_on_shards(
         assert "dp_replicate without zero" in text
 
 
+def _rprop(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Rprop(parameters, lr=1e-3)
+
+
+def _refuse_rprop(plan: str) -> str:
+    case = CASES["gpt"]
+    model = case.build()
+    return _refused(plan, model, profile_of(case, model), _rprop)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_shard=2", "dp_replicate=2 zero=1"])
+def test_an_optimizer_that_torch_cannot_step_on_shards_is_refused_before_it_steps(
+    pool: Pool, plan: str
+) -> None:
+    for text in pool.run(_refuse_rprop, plan, world_size=2):
+        assert "`Rprop` cannot step shards: RuntimeError: aten.index_put_" in text
+        assert "dp_replicate without zero" in text
+
+
 class Bag(nn.Module):
     """Ids to logits, by a table whose gradient is sparse."""
 
