@@ -185,11 +185,6 @@ class AskedLoss:
         is_old = self.size_average is not None or self.reduce is not None
         return not is_old and not self.target.is_floating_point()
 
-    @property
-    def is_plain(self) -> bool:
-        """The same, without weights of classes and smoothing."""
-        return self.is_of_classes and self.weight is None and not self.label_smoothing
-
     def terms(self) -> Tensor:
         """The number that a mean divides the sum by, 0-d: targets that count, or their weights."""
         is_counted = self.target != self.ignore_index

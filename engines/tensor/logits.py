@@ -1,7 +1,7 @@
 """Logits that stay split over the vocabulary until the loss.
 
 Whole logits in fp32 are often the largest tensors of a language model. The loss needs of them one
-maximum, one sum and one entry a token.
+maximum, one sum and one entry a token, and one sum more where labels are smoothed.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class VocabLogits(UnmadeLogits):
         return type(self).of(result, self.collectives, length=self.shape[-1])
 
     def _loss(self, asked: AskedLoss) -> Tensor | None:
-        if not asked.is_plain:
+        if not asked.is_of_classes:
             return None
         target, length = asked.target, self.shape[-1]
         is_counted = target != asked.ignore_index
         here = torch.where(is_counted, target, 0)
 
         def losses(part: Tensor, rows: slice) -> Tensor:
-            own = _token_losses(part, here[rows], self.collectives, length=length)
+            own = _token_losses(part, here[rows], asked, self.collectives, length=length)
             return torch.where(is_counted[rows], own, 0.0)
 
         if isinstance(self.part, ChunkedLogits):
@@ -95,8 +95,11 @@ class VocabLogits(UnmadeLogits):
         return total if asked.reduction == "sum" else total / asked.terms()
 
 
-def _token_losses(part: Tensor, target: Tensor, collectives: Collectives, *, length: int) -> Tensor:
-    """log(sum(exp(logits))) - logits[target], (tokens,), from parts (tokens, share)."""
+def _token_losses(
+    part: Tensor, target: Tensor, asked: AskedLoss, collectives: Collectives, *, length: int
+) -> Tensor:
+    """log(sum(exp(logits))) - logits[target], (tokens,), from parts (tokens, share); by the weight
+    of the target, and smoothed by the weighted mean of that over all classes."""
     start, _ = share(length, collectives.rank, collectives.size)
     here = target - start
     is_mine = (here >= 0) & (here < part.shape[-1])
@@ -105,9 +108,18 @@ def _token_losses(part: Tensor, target: Tensor, collectives: Collectives, *, len
     if isinstance(collectives, GroupCollectives):
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=collectives.group)
     shifted = part - highest[:, None]
-    total = collectives.reduce(shifted.exp().sum(-1))
+    total = collectives.reduce(shifted.exp().sum(-1)).log()
     picked = torch.where(is_mine, _pick(shifted, torch.where(is_mine, here, 0)), 0.0)
-    return total.log() - collectives.reduce(picked)
+    losses: Tensor = total - collectives.reduce(picked)
+    weight, smoothing = asked.weight, asked.label_smoothing
+    if weight is not None:
+        losses = losses * weight[target]
+    if not smoothing:
+        return losses
+    every = shifted if weight is None else shifted * weight[start : start + part.shape[-1]]
+    weights = length if weight is None else weight.sum()
+    of_all = total * weights - collectives.reduce(every.sum(-1))
+    return (1 - smoothing) * losses + smoothing / length * of_all
 
 
 def _pick(rows: Tensor, columns: Tensor) -> Tensor:

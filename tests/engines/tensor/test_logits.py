@@ -39,8 +39,28 @@ def by_token(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def smoothed(logits: Tensor, target: Tensor) -> Tensor:
-    """Not computed from parts."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), label_smoothing=0.1)
+
+
+WEIGHT = torch.arange(1.0, VOCABULARY + 1) / VOCABULARY
+
+
+def weighted(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), weight=WEIGHT)
+
+
+def weighted_and_smoothed(logits: Tensor, target: Tensor) -> Tensor:
+    loss_fn = nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.3, reduction="none")
+    losses = loss_fn(logits.flatten(0, 1), target.flatten())
+    return (losses * torch.arange(len(losses))).sum() + loss_fn(
+        logits[0], target[0].clamp(min=0)
+    ).mean()
+
+
+def of_shares(logits: Tensor, target: Tensor) -> Tensor:
+    """Targets are shares of the classes. Not computed from parts."""
+    shares = F.one_hot(target.clamp(min=0), VOCABULARY).float().flatten(0, 1)
+    return F.cross_entropy(logits.flatten(0, 1), shares)
 
 
 def classes_second(logits: Tensor, target: Tensor) -> Tensor:
@@ -81,7 +101,8 @@ def by_hand(logits: Tensor, target: Tensor) -> Tensor:
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     f.__name__: f
-    for f in (shifted, capped, summed, by_token, smoothed, classes_second, turned, moved, not_moved,
+    for f in (shifted, capped, summed, by_token, smoothed, weighted,
+              weighted_and_smoothed, of_shares, classes_second, turned, moved, not_moved,
               turned_back, turned_twice, by_hand)
 }  # fmt: skip
 
@@ -137,4 +158,4 @@ def test_every_loss_and_its_gradient_are_those_of_whole_logits(pool: Pool, size:
 def test_usual_losses_are_computed_without_whole_logits(pool: Pool) -> None:
     (actual, _) = pool.run(losses, list(LOSSES), world_size=2)
     gathered = {name for name, (_, _, is_gathered) in actual.items() if is_gathered}
-    assert gathered == {"smoothed", "not_moved", "turned_back", "turned_twice", "by_hand"}
+    assert gathered == {"of_shares", "not_moved", "turned_back", "turned_twice", "by_hand"}
