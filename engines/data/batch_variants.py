@@ -1,7 +1,8 @@
 """Batches like a sample, with values that it happens not to have.
 
 A sample may have no padding, or a mask that hides nothing, where later batches have both. In each
-variant some elements are replaced, more of them the later the row, at the end of what a row has.
+variant some elements are replaced, more of them the later the row, at the end of what a row has. In
+one variant all are in order, so that what code does with some values falls on a few of the rows.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ class Change(Record):
     Attributes:
         number: it; None: what is no number (nan).
         is_half: half of each value in its place, of lengths and of weights.
+        is_order: whole numbers change places, the smallest to the first row.
     """
 
     number: int | None = None
     is_half: bool = False
+    is_order: bool = False
 
     def __str__(self) -> str:
+        if self.is_order:
+            return "the same values in ascending order"
         word = "nan" if self.number is None else str(self.number)
         return "values that differ" if self.is_half else word
 
@@ -50,6 +55,10 @@ class Change(Record):
         is_float, is_bool = tensor.is_floating_point(), tensor.dtype == torch.bool
         if tensor.is_complex():
             return None
+        if self.is_order:
+            if is_float or is_bool or _is_mask(tensor):
+                return None
+            return tensor.flatten().sort().values.view(tensor.shape)
         if self.is_half and is_float:
             return tensor / 2 if _is_mask(tensor) else None
         if self.is_half:
@@ -63,6 +72,8 @@ class Change(Record):
         return torch.full_like(tensor, self.number)
 
     def is_in(self, tensor: Tensor) -> bool:
+        if self.is_order:
+            return True  # a batch has its values in any order
         if self.is_half:
             is_float = tensor.is_floating_point()
             return not _is_mask(tensor) if is_float else bool((tensor != tensor[:1]).any())
@@ -98,12 +109,12 @@ def ran_variants(
     left_alone = set(fixed)
     tensors = {n: t for n, t in with_rows(batch, dims).items() if n not in left_alone}
     changes = [Change(number=number) for number in dict.fromkeys([*numbers, 1])]
-    for change in (*changes, Change(), Change(is_half=True)):
+    for change in (*changes, Change(), Change(is_half=True), Change(is_order=True)):
         changed: dict[str, Tensor] = {}
         for number, (name, tensor) in enumerate(tensors.items()):
             made = change.made(tensor)
             if made is not None:
-                places = _places(tensor, number).to(tensor.device)
+                places = _places(tensor, number).to(tensor.device) | change.is_order
                 new = torch.where(places, made.to(tensor.dtype), tensor.detach())
                 changed |= {} if torch.equal(new, tensor) else {name: new}
         groups = [{name: new} for name, new in changed.items()]

@@ -204,6 +204,22 @@ def test_values_with_which_no_rule_holds_are_doubted_alone() -> None:
     assert "with 0 in `element 1.mask` the loss" in rule.doubt_of(batch(ROWS))
 
 
+def some_classes_count(logits: Tensor, target: dict[str, Tensor]) -> Tensor:
+    labels = target["labels"]
+    return F.cross_entropy(
+        logits.flatten(0, 1), torch.where(labels % 3 == 0, -100, labels).flatten()
+    )
+
+
+def test_rows_that_have_as_many_targets_by_chance_show_no_rule() -> None:
+    """Each row of the sample has five that count; those of a batch have not."""
+    inputs, target = batch(2)
+    target = {"labels": torch.tensor([[1, 2, 3, 4, 5, 1], [2, 1, 6, 5, 4, 2]])}
+    rule = seen(some_classes_count, sample=(inputs, target))
+    other = inputs, {"labels": target["labels"].flip(0) // 2 + 1}
+    assert "with the same values in ascending order" in rule.doubt_of(other)
+
+
 def test_rows_that_act_on_each_other_are_said_with_both_losses() -> None:
     rule = seen(negatives_of_the_batch)
     torch.manual_seed(0)
