@@ -2,11 +2,14 @@
 between units on a rank with two stages.
 
 Buffers and plain attributes of modules (moments, counters, temperatures, caches) may be changed in
-place or replaced. The second run sees them as the first one did, and leaves no trace.
+place or replaced, and lists, dicts and sets that are attributes may get other items. The second run
+sees them as the first one did, and leaves no trace.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +22,7 @@ from profiles.torch_compat import is_batch_norm, version_of
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module: parameters, modules and hooks; buffers are looked at apart."""
 _ABSENT = object()
+_CONTAINERS = (list, dict, set, deque)
 
 
 class ForwardState:
@@ -37,35 +41,45 @@ class ForwardState:
         """Note what the run changes, as it was."""
         known = [(names, dict(names)) for names in _holders(self._modules)]
         values = {id(t): (t, version_of(t), t.clone()) for t in _tensors(known)}
+        containers = {id(c): (c, copy.copy(c)) for c in _containers(known)}
         try:
             yield
         finally:
             for names, before in known:
-                self._note_changes(names, before, values)
+                self._note_changes(names, before, values, containers)
 
     def _note_changes(
         self,
         names: dict[str, Any],
         before: dict[str, object],
         values: dict[int, tuple[Tensor, int, Tensor]],
+        containers: dict[int, tuple[Any, Any]],
     ) -> None:
         for name, value in before.items():
             if name in OF_TORCH:
                 continue
-            tensor, version, copy = values.get(id(value), (None, 0, None))
+            tensor, version, clone = values.get(id(value), (None, 0, None))
+            container, items = containers.get(id(value), (None, None))
             if tensor is not None and version_of(tensor) != version:
-                self._before.append((names, name, copy))
+                self._before.append((names, name, clone))
+            elif container is not None and not _has_same(container, items):
+                self._before.append((names, name, items))
             elif names.get(name, _ABSENT) is not value and not _has_graph(value):
                 self._before.append((names, name, value))
         self._before += [(names, name, _ABSENT) for name in names.keys() - before.keys()]
 
     @contextmanager
     def second(self) -> Iterator[None]:
-        """Run with what was noted. In place of a tensor that was changed there is another one:
-        the second run may change it too, and what others keep of the first stays valid."""
+        """Run with what was noted. In place of a tensor or container that was changed there is
+        another one: the second run may change it too, and what others keep of the first stays
+        valid."""
         now = [(names, name, names.get(name, _ABSENT)) for names, name, _ in self._before]
         with torch.no_grad():
-            copies = {id(v): v.clone() for _, _, v in self._before if isinstance(v, Tensor)}
+            copies: dict[int, object] = {
+                id(v): v.clone() if isinstance(v, Tensor) else copy.copy(v)
+                for _, _, v in self._before
+                if isinstance(v, (Tensor, *_CONTAINERS))
+            }
         _put((names, name, copies.get(id(value), value)) for names, name, value in self._before)
         try:
             yield
@@ -97,6 +111,28 @@ def _tensors(known: list[tuple[dict[str, Any], dict[str, object]]]) -> Iterator[
                 continue
             if value.dtype != torch.bool or value.numel() == 1:
                 yield value
+
+
+def _containers(known: list[tuple[dict[str, Any], dict[str, object]]]) -> Iterator[Any]:
+    """Those whose items a forward might change, without such that belong to an earlier one."""
+    for _, before in known:
+        for name, value in before.items():
+            if name not in OF_TORCH and isinstance(value, _CONTAINERS):
+                items = value.values() if isinstance(value, dict) else value
+                if not any(map(_has_graph, items)):
+                    yield value
+
+
+def _has_same(container: Any, items: Any) -> bool:
+    """True if a container has the items of its copy, in their order."""
+    if len(container) != len(items):
+        return False
+    pairs = [(c.items() if isinstance(c, dict) else c) for c in (container, items)]
+    if isinstance(container, dict):
+        return all(
+            one[0] == other[0] and one[1] is other[1] for one, other in zip(*pairs, strict=True)
+        )
+    return all(one is other for one, other in zip(*pairs, strict=True))
 
 
 def _has_graph(value: object) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,15 +130,15 @@ def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, obje
         return of(value) if value.layout is torch.strided else value
     if id(value) in copies:
         return copies[id(value)]
-    if type(value) in (dict, OrderedDict):
+    if type(value) in (dict, OrderedDict, defaultdict, Counter):
         assert isinstance(value, dict)
-        copies[id(value)] = mapping = type(value)()
+        copies[id(value)] = mapping = _emptied(value)
         for key, item in value.items():
             mapping[key] = copied(item, of, copies)
         return mapping
-    if type(value) is list:
-        sequence: list[object] = []
-        copies[id(value)] = sequence
+    if type(value) in (list, deque):
+        assert isinstance(value, list | deque)
+        copies[id(value)] = sequence = _emptied(value)
         sequence.extend(copied(item, of, copies) for item in value)
         return sequence
     if type(value) is tuple:
@@ -144,6 +146,13 @@ def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, obje
     if type(value) is set:
         return set(value)
     return value
+
+
+def _emptied(container: Any) -> Any:
+    """Another one of its settings: the factory of a defaultdict, the length of a deque."""
+    other = copy.copy(container)
+    other.clear()
+    return other
 
 
 @contextmanager

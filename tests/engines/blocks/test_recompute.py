@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from types import MethodType
+from collections import deque
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,27 @@ class Replacing(nn.Module):
         return x + self.out(torch.tanh((x - self.mean) * self.seen[0] * self.heat))
 
 
+class Collecting(nn.Module):
+    """Computes with what it has put into a list, a dict and a queue so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+        self.means: list[Tensor] = []
+        self.counts = {"forwards": 0}
+        self.last: deque[float] = deque([1.0], maxlen=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.means.append(x.detach().mean((0, 1)))
+            self.counts["forwards"] += 1
+            self.last.append(0.5 * self.last[-1])
+            self.forwards.fill_(self.counts["forwards"])
+        x = x - torch.stack(self.means).mean(0) * self.last[0]
+        return x + self.out(torch.tanh(x * (1 + self.counts["forwards"])))
+
+
 class Stack(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -103,7 +125,12 @@ class Stack(nn.Module):
         return logits
 
 
-STATEFUL = {"spectral-norm": Spectral, "running-scale": Scaled, "replacing": Replacing}
+STATEFUL = {
+    "spectral-norm": Spectral,
+    "running-scale": Scaled,
+    "replacing": Replacing,
+    "collecting": Collecting,
+}
 
 
 def _stateful(kind: str, plan: str) -> tuple[float, list[float], list[str]]:
@@ -142,9 +169,10 @@ def test_recompute_restores_buffers_that_a_block_changes(
         assert wrong_counters == []
 
 
+@pytest.mark.parametrize("kind", ["replacing", "collecting"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recompute_restores_what_a_block_replaces_or_counts(recompute: str) -> None:
-    gradient, states, wrong_counters = _stateful("replacing", f"recompute={recompute}")
+def test_recompute_restores_what_a_block_replaces_or_counts(recompute: str, kind: str) -> None:
+    gradient, states, wrong_counters = _stateful(kind, f"recompute={recompute}")
     assert gradient < 1e-5
     assert max(states) < 1e-5
     assert wrong_counters == []
@@ -169,17 +197,18 @@ def test_recompute_repeats_the_dropout_mask(recompute: str) -> None:
 
 
 class Hoarding(nn.Module):
-    """Attends to everything that it was ever given, and keeps it in a list of its own."""
+    """Attends to everything that it was ever given, and keeps it in a cache of its own class."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out = nn.Linear(6, 6)
-        self.seen: list[Tensor] = []
+        self.cache = SimpleNamespace(seen=[])
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.out(x))
-        keys = torch.cat(self.seen, 1)
-        keys = keys[:, -2 * x.shape[1] :] if len(self.seen) > 1 else keys  # one operation more
+        self.cache.seen.append(self.out(x))
+        keys = torch.cat(self.cache.seen, 1)
+        if len(self.cache.seen) > 1:
+            keys = keys[:, -2 * x.shape[1] :]  # one operation more
         return x + torch.softmax(x @ keys.transpose(1, 2), -1) @ keys
 
 
@@ -189,7 +218,7 @@ def test_a_block_that_recomputes_something_else_is_refused_with_the_reason(recom
     _, parallel = spread(case, f"dp_replicate=1 recompute={recompute}")
     for module in parallel.module.modules():
         if isinstance(module, Hoarding):
-            module.seen.clear()  # what the look at the model left
+            module.cache.seen.clear()  # what the look at the model left
     with pytest.raises(
         ModelError, match="a block computes something else the second time"
     ) as error:
