@@ -107,7 +107,7 @@ def open_save(root: Path, *, step: Step, peers: Peers, verify: bool) -> SavedSta
             other = next(
                 (p for p in rest if p != path and not _problem(p, peers, verify=verify)), None
             )
-            hints = []
+            hints = ["no other save of this folder is whole: load another folder, or begin anew"]
             if other is not None:
                 hints = [f"`{other.name}` is whole: `parallel.load(folder, step={step_of(other)})`"]
             raise FileError(problem, hints=hints)

@@ -186,6 +186,10 @@ def test_latest_takes_the_newest_whole_save_and_says_so(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"00003` is damaged.*`step-00000001` is loaded instead"):
         assert parallel.load(tmp_path, step="latest") == 1
     assert parallel.step == 1
+    damage(tmp_path / "step-00000001" / file_of(0))
+    with pytest.raises(FileError, match="step-00000003` is damaged") as caught:
+        parallel.load(tmp_path)
+    assert "no other save of this folder is whole" in str(caught.value)
 
 
 def test_without_verification_sizes_are_compared_all_the_same(tmp_path: Path) -> None:
