@@ -154,12 +154,18 @@ def _stepped(given: Given, *, chunked: bool) -> tuple[str, Tensor]:
 
 
 def _updates(given: Given) -> Iterator[tuple[str, Tensor]]:
-    """The results of two steps from zeros: of a matrix, and of its upper and lower half."""
+    """The results of two steps from zeros: of a matrix, and of its upper and lower half, in the
+    group of the matrix: a factory may sort by sizes, which halves have not (`parameter_groups`)."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(2)]
     half = _SHAPE[0] // 2
+    settings: dict[str, Any] = {}
     for rows in (slice(None), slice(0, half), slice(half, None)):
         optimizer, matrix = _tiny(given, rows=gradients[0][rows].shape[0])
+        for group in optimizer.param_groups:
+            if any(p is matrix for p in group["params"]):
+                settings = settings or {k: v for k, v in group.items() if k != "params"}
+                group.update(settings)
         for gradient in gradients:
             matrix.grad = gradient[rows].clone()
             optimizer.step()

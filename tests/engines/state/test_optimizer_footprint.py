@@ -115,10 +115,16 @@ class Normalised(torch.optim.Optimizer):
                 parameter -= parameter.grad / parameter.grad.abs().max().item()
 
 
+def by_size(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Rates by the number of elements, of which a half has others."""
+    return torch.optim.SGD([{"params": [p], "lr": p.numel() / 1000} for p in parameters])
+
+
 @pytest.mark.parametrize(
     ("factory", "is_whole"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), False),
+        (by_size, False),
         (lambda p: torch.optim.AdamW(p, lr=1e-7), False),
         (lambda p: torch.optim.RMSprop(p), False),
         (Averaged, False),
