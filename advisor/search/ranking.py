@@ -171,18 +171,18 @@ def weigh(plans: Iterable[Plan], costs: CostModel, policy: Policy) -> list[Candi
 
 
 @contextmanager
-def skipped_on_error(plan: Plan, *, is_logged: bool = True) -> Iterator[None]:
+def skipped_on_error(plan: Plan | None) -> Iterator[None]:
     """Suppress internal errors while one plan is estimated: it is left out, others are not.
 
-    They are logged, with a traceback if this logger shows debug messages (`advise --debug`). Errors
-    in the input concern all plans and are raised.
+    They are logged unless `plan` is None, with a traceback if this logger shows debug messages
+    (`advise --debug`). Errors in the input concern all plans and are raised.
     """
     try:
         yield
     except AdvisorError:
         raise
     except Exception as error:
-        if not is_logged:
+        if plan is None:
             return
         is_shown = log.isEnabledFor(logging.DEBUG)
         what = f"{type(error).__name__}: {error}"

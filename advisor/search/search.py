@@ -103,7 +103,7 @@ class Search:
         if index not in self._weighed and index not in self._failed:
             is_first = not self._failed
             self._failed.add(index)
-            with skipped_on_error(self.space.plan(index), is_logged=is_first):
+            with skipped_on_error(self.space.plan(index) if is_first else None):
                 plan = self._stages.plan(self.space, index)
                 self._weighed[index] = judged(plan, self._costs, self._policy)
                 self._failed.remove(index)
@@ -313,7 +313,7 @@ class Search:
         one takes more than `enough_bytes`."""
         if index not in self._weighed:
             least, enough_bytes = 0.0, enough_bytes / (1 - ROUNDING)
-            with skipped_on_error(self.space.plan(index), is_logged=False):
+            with skipped_on_error(None):
                 least = self._stages.least_peak_bytes(self.space, index, enough_bytes=enough_bytes)
             missing = least * (1 - ROUNDING) - self.usable_bytes
             self._missing[index] = max(self._missing[index], missing)

@@ -170,28 +170,27 @@ class Space:
 
     def plan(self, index: int, *, stages: tuple[str, ...] = ()) -> Plan:
         """Plan of a row, whose stages begin with the units `stages`."""
-        row = self.row(index)
-        return Plan.build(
-            {
-                **self.common.fixed,
-                "pp": row.pp,
-                "tp": row.tp,
-                "cp": row.cp,
-                "data_parallel": row.data_parallel,
-                "dp_replicate": row.dp_replicate,
-                "dp_shard": row.dp_shard,
-                "schedule": row.schedule,
-                "stages": stages,
-                "tensor_styles": self.styles.get(row.tp, ()),
-                "sequence_parallel": splits_tokens(self.styles.get(row.tp, ())),
-                "microbatch_size": row.microbatch_size,
-                "microbatches": row.microbatches,
-                "accumulation": row.accumulation,
-                "recompute": row.recompute,
-                "precision": self.precision,
-                "offload": self.offload,
-            }
-        )
+        row, styles = self.row(index), self.styles.get(int(self.tp[index]), ())
+        settings = {
+            **self.common.fixed,
+            "pp": row.pp,
+            "tp": row.tp,
+            "cp": row.cp,
+            "data_parallel": row.data_parallel,
+            "dp_replicate": row.dp_replicate,
+            "dp_shard": row.dp_shard,
+            "schedule": row.schedule,
+            "stages": stages,
+            "tensor_styles": styles,
+            "sequence_parallel": splits_tokens(styles),
+            "microbatch_size": row.microbatch_size,
+            "microbatches": row.microbatches,
+            "accumulation": row.accumulation,
+            "recompute": row.recompute,
+            "precision": self.precision,
+            "offload": self.offload,
+        }
+        return plan_with(**settings)  # rows are legal: validation takes longer than all else
 
 
 COLUMNS = tuple(field.name for field in fields(Space))[:12]
@@ -200,8 +199,7 @@ _DEFAULTS = Plan.model_construct()
 
 
 def plan_with(**settings: object) -> Plan:
-    """Plan with these settings and defaults for all others, for costs that depend on no others: it
-    is not validated."""
+    """Plan with these settings and defaults for all others; it is not validated."""
     return _DEFAULTS.model_copy(update=settings)
 
 

@@ -98,8 +98,7 @@ class PartialPlan(Record):
     @property
     def fixed(self) -> dict[str, Any]:
         """The settings that are fixed, by name."""
-        settings = ((name, getattr(self, name)) for name in type(self).model_fields)
-        return {name: value for name, value in settings if value is not None}
+        return {name: value for name, value in self if value is not None}
 
     def fixes(self, *names: str) -> bool:
         """True if any setting among `names` is fixed; without names, if any is at all."""

@@ -84,6 +84,7 @@ def sends_late(schedule: Schedule) -> bool:
 _RECEIVES_AHEAD = (Schedule.INTERLEAVED, Schedule.ZERO_BUBBLE, Schedule.ZBV)
 
 
+@lru_cache(maxsize=1024)
 def play(
     schedule: Schedule, times: StageTimes, *, ranks: int, microbatches: int, waits: bool
 ) -> Played:
