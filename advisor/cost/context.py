@@ -14,11 +14,13 @@ from advisor.cost.communication.small_collectives import experts_s, summed_s
 from advisor.cost.compute.unit_times import (
     Busy,
     Computing,
+    RunPasses,
     UnitTime,
     added_s,
     block_times,
-    unit_times,
+    passes_of,
     with_measured,
+    with_recompute,
 )
 from advisor.cost.ledger import AlgorithmCache, Ledger
 from advisor.cost.load.loads import Loads, loads_of
@@ -34,7 +36,7 @@ from advisor.cost.stages.stage_borders import WHOLE, HandedOn, StageBorders
 from advisor.cost.stages.stage_memory import StageMemory, holds_outputs
 from advisor.inputs.facts import Facts
 from engines.legality import numerics, scales_loss
-from engines.plan import Aggregation, Compression, Plan
+from engines.plan import Aggregation, Compression, Plan, Recompute
 from engines.tensor.rules import proposed_styles
 from engines.tensor.token_rules import split_tokens
 from profiles.allocator.host_memory import load_memory
@@ -56,7 +58,8 @@ class CostContext:
         self._of_runs: dict[tuple[object, ...], tuple[RunLoad, ...]] = {}
         self._stages: dict[tuple[object, ...], dict[object, StageCost]] = {}
         self._chunks: dict[tuple[object, ...], dict[object, StageMemory]] = {}
-        self._computing: dict[tuple[object, ...], Computing] = {}
+        self._passes: dict[tuple[object, ...], RunPasses] = {}
+        self._computing: dict[tuple[object, ...], dict[tuple[Recompute, float], Computing]] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
         self._shares: dict[object, HandedOn] = {}
         self._styled: dict[tuple[Numerics, tuple[tuple[str, str], ...]], list[Styled]] = {}
@@ -245,27 +248,31 @@ class CostContext:
 
         `loads` are all units of the plan, or some neighbours of them.
         """
-        share = added_share(plan)
-        is_sharded = plan.data_parallel.is_sharded
-        key = (loads.runs, loads.names[:1], plan.recompute, self.dtype(plan), share, is_sharded)
-        if key not in self._computing:
-            self._computing[key] = self._timed(plan, loads)
-        return self._computing[key]
+        # Loads take long to hash: they are, once.
+        alike = (loads.runs, loads.names[:1], self.dtype(plan), plan.data_parallel.is_sharded)
+        known = self._computing.setdefault(alike, {})
+        key = plan.recompute, added_share(plan)
+        if key not in known:
+            known[key] = self._timed(plan, loads)
+        return known[key]
 
     def _timed(self, plan: Plan, loads: Loads) -> Computing:
         model, cluster = self.facts.model, self.facts.cluster
         device, dtype = cluster.device, self.dtype(plan)
 
         def timed(some: Loads, *, is_sharded: bool = False) -> tuple[UnitTime, ...]:
-            return unit_times(
-                some,
-                recompute=plan.recompute,
-                device=device,
-                dtype=dtype,
-                stack=self.stack,
-                calibration=self.calibration,
-                is_sharded=is_sharded,
-            )
+            key = some.runs, dtype, is_sharded
+            passes = self._passes.get(key)
+            if passes is None:
+                passes = self._passes[key] = passes_of(
+                    some,
+                    device=device,
+                    dtype=dtype,
+                    stack=self.stack,
+                    calibration=self.calibration,
+                    is_sharded=is_sharded,
+                )
+            return with_recompute(passes, plan.recompute, self.stack)
 
         # The host of an accelerator runs ahead of it, and of small units too.
         has_hooks = device.kind == "cpu" and self.stack.states is None

@@ -8,8 +8,6 @@ from math import hypot, log
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.compute.rates import (
     PLAIN_OPERATION,
-    PRODUCTS_OF_ATTENTION,
-    PYTHON_SHARE,
     SHARD_OPERATION,
     operation_s,
 )
@@ -19,29 +17,19 @@ from advisor.cost.compute.rates import new_memory_s as new_memory_s
 from advisor.cost.compute.rates import peak_flop_per_s as peak_flop_per_s
 from advisor.cost.compute.rates import product_efficiency as product_efficiency
 from advisor.cost.compute.rates import size_efficiency as size_efficiency
+from advisor.cost.compute.unit_passes import UnitPasses
+from advisor.cost.compute.unit_passes import UnitTime as UnitTime
 from advisor.cost.load.loads import Loads, ends_of
-from advisor.cost.load.unit_load import UnitLoad
 from engines.plan import Plan, Recompute
 from profiles.machine.cluster import ClusterProfile, Device
-from profiles.model.profile import LOSS, ModelProfile, Numerics
+from profiles.model.profile import ModelProfile, Numerics
 from profiles.model.times import BlockTimes, UnitTiming
-from profiles.model.work import ProductKind
-from profiles.workload.new_memory import mapped
 from profiles.workload.optimizers import Upkeep
-from profiles.workload.stack import TORCH, Selective, Stack
+from profiles.workload.stack import TORCH, Stack
 
 # Error of a roofline over unfused operations, in addition to its inputs' errors. Assumed until our
 # own runs bound it: the size of the error of published matmul rates.
 COMPUTE_ERROR = 0.15
-# Python code in torch.utils.checkpoint without reentrance (2.13), in launches. A kernel of the
-# backward reads one saved tensor, which hooks pack and unpack, and pack again where the forward is
-# repeated: 20 to 28 us beside launches of 14. Selective recompute sees every operator in a mode,
-# twice, views too, which are nearly two for a kernel: 45 to 90 us a kernel.
-HOOKS, MODES = 2, 5
-# Python code of FSDP2 (2.13) in a forward or a backward, in launches: of a unit, and of each of its
-# parameters, which are copied into a buffer and out of it, and swapped. 280 us and 28 for both, in
-# one process on a processor whose launches take 14 (`python -m tests.benchmarks.shard_host`).
-SHARD_UNIT, SHARD_TENSOR = 10, 1
 # Blocks timed alone differ from a step: their weights stay cached, and no gradients are passed on.
 # Three small GPTs on a shared CPU, forward and backward alternating with their blocks: medians of
 # 1.02, 1.07 and 1.13 of the sum.
@@ -53,38 +41,6 @@ SCALED_ERROR = COMPUTE_ERROR / 2
 # channels of DDR4-3200 (25.6 GB/s each) has 205 GB/s; streaming reaches about half when reading and
 # writing are mixed. Assumed: no profile measures it.
 HOST_BANDWIDTH_BYTES_PER_S = 100e9
-
-
-@dataclass(frozen=True, slots=True)
-class UnitTime:
-    """Seconds of one unit: compute, recompute, and waiting.
-
-    Attributes:
-        count: equal units in sequence, each of which takes as long.
-        glue_s: of the forward and of the backward, launches included, of code before the unit.
-    """
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    forward_launch_s: float
-    backward_launch_s: float
-    recompute_launch_s: float
-    count: int = 1
-    glue_s: tuple[float, float] = (0.0, 0.0)
-
-    def with_glue(self, glue: UnitTime) -> UnitTime:
-        """Time of the unit and of the code before it, which is not recomputed."""
-        forward_s, backward_s = glue.forward_s, glue.backward_s
-        forward_launch_s, backward_launch_s = glue.forward_launch_s, glue.backward_launch_s
-        return replace(
-            self,
-            forward_s=self.forward_s + forward_s,
-            backward_s=self.backward_s + backward_s,
-            forward_launch_s=self.forward_launch_s + forward_launch_s,
-            backward_launch_s=self.backward_launch_s + backward_launch_s,
-            glue_s=(forward_s + forward_launch_s, backward_s + backward_launch_s),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +122,10 @@ def added_s(
     return Busy(compute_s=moving, recompute_s=0.0, launch_s=launching)
 
 
+RunPasses = tuple[tuple[UnitPasses, UnitPasses | None], ...]
+"""Of one unit of every run, and of the code before it."""
+
+
 def unit_times(
     loads: Loads,
     *,
@@ -181,23 +141,50 @@ def unit_times(
     Args:
         is_sharded: True if FSDP2 gathers and reduces the parameters of each.
     """
+    passes = passes_of(
+        loads,
+        device=device,
+        dtype=dtype,
+        stack=stack,
+        calibration=calibration,
+        is_sharded=is_sharded,
+    )
+    return with_recompute(passes, recompute, stack)
+
+
+def passes_of(
+    loads: Loads,
+    *,
+    device: Device,
+    dtype: str,
+    stack: Stack = TORCH,
+    calibration: Calibration = CALIBRATION,
+    is_sharded: bool = False,
+) -> RunPasses:
+    """Passes of all runs of `loads`, from which `unit_times` follow for any recompute."""
     inner = Rates.of(device, dtype, stack, calibration)
     # Heads stay in 16 bits where blocks multiply in 8 (DeepSeek-V3, arXiv:2412.19437, section
     # 3.3.1; Megatron-LM's output layer is none of Transformer Engine's).
     outer = Rates.of(device, "bfloat16", stack, calibration) if inner.is_narrow else inner
+    passes = []
+    for run in loads.runs:
+        own = UnitPasses.of(run, inner if run.is_block else outer, is_sharded=is_sharded)
+        glue = UnitPasses.of(run.glue, outer, is_sharded=False) if run.glue is not None else None
+        passes.append((own, glue))
+    return tuple(passes)
+
+
+def with_recompute(passes: RunPasses, recompute: Recompute, stack: Stack) -> tuple[UnitTime, ...]:
+    """`unit_times` of loads with these `passes_of`."""
     # Entries of one run differ only in count.
     times = []
-    for run in loads.runs:
-        rates = inner if run.is_block else outer
-        time = _unit_time(run, recompute, rates, stack, is_sharded=is_sharded)
-        if run.glue is not None:
-            time = time.with_glue(_unit_time(run.glue, recompute, outer, stack, is_sharded=False))
-        times.append(time)
-    return tuple(
-        replace(time, count=count)
-        for time, run in zip(times, loads.runs, strict=True)
-        for count in ends_of(run.count)
-    )
+    for own, glue in passes:
+        time = own.time(recompute, stack)
+        if glue is not None:
+            time = time.with_glue(glue.time(recompute, stack))
+        counts = ends_of(own.unit.count)
+        times += [time if n == time.count else replace(time, count=n) for n in counts]
+    return tuple(times)
 
 
 def block_times(
@@ -293,108 +280,6 @@ def _spread(timing: UnitTiming) -> float:
     parts = (timing.forward, timing.backward)
     median = sum(part.median_s for part in parts)
     return sum(part.high_s - part.low_s for part in parts) / (2 * median) if median else 0.0
-
-
-def _unit_time(
-    unit: UnitLoad, recompute: Recompute, rates: Rates, stack: Stack, *, is_sharded: bool
-) -> UnitTime:
-    device = rates.device
-    hooks = shard_launches(unit) if is_sharded else 0.0
-
-    def multiplying(*, forward: bool) -> tuple[float, float]:
-        """Seconds of all products and attention, and their bytes."""
-        seconds = moved = known = 0.0
-        for product in unit.work.products:
-            flop = product.forward_flop if forward else product.backward_flop
-            nbytes = product.forward_bytes if forward else product.backward_bytes
-            seconds += rates.product_s(product, flop, nbytes)
-            moved += nbytes
-            known += flop * (product.kind is not ProductKind.ELEMENTWISE)
-        for call in unit.work.attention:
-            known += call.forward_flop if forward else call.backward_flop
-            seconds += rates.attention_s(call, forward=forward)
-            moved += call.forward_bytes if forward else call.backward_bytes
-        # Products without a record: attention's scores and values, if captured.
-        rest = (unit.forward_flop if forward else unit.backward_flop) - known
-        if rest > 1e-6 * known:
-            share = matmul_fraction(device, rates.calibration)
-            share *= product_efficiency(device, rest / PRODUCTS_OF_ATTENTION, rates.peak)
-            seconds += rest / (rates.peak * share)
-        return seconds, moved
-
-    python = 1.0 if device.kind == "cpu" else PYTHON_SHARE
-    hooks *= python
-    launched = unit.forward_kernels + rates.cast_kernels(unit.work.products, forward=True)
-    launched_back = unit.backward_kernels + rates.cast_kernels(unit.work.products, forward=False)
-
-    def launching(busy: float, kernels: float) -> float:
-        launch = kernels * rates.launch_s
-        # An accelerator overlaps with the host's launches; a CPU runs both.
-        return launch if device.kind == "cpu" or rates.waits else max(0.0, launch - busy)
-
-    def seconds(*, forward: bool) -> tuple[float, float]:
-        busy, charged = multiplying(forward=forward)
-        moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
-        busy += max(0.0, moved - charged) / rates.elementwise
-        busy += rates.core_s(unit.forward_cycles if forward else unit.backward_cycles)
-        busy += new_memory_s(device, _new_bytes(unit, forward=forward))
-        return busy, launching(busy, (launched if forward else launched_back) + hooks)
-
-    def repeated(busy: float) -> tuple[float, float]:
-        """Seconds of a forward again; the host's work hides behind the whole backward too."""
-        kernels = launched + launched_back
-        kernels += hooks + python * checkpoint_launches(unit, recompute, stack)
-        behind = launching(backward[0] + busy, kernels) - backward[1]
-        return busy, max(behind, launching(busy, launched))
-
-    forward, backward = seconds(forward=True), seconds(forward=False)
-    again = (0.0, 0.0)
-    if unit.is_block and recompute is Recompute.FULL:
-        again = forward
-        if not stack.recomputes_whole:
-            last = [each for each in unit.work.products if not each.is_recomputed]
-            spared = (rates.product_s(p, p.forward_flop, p.forward_bytes) for p in last)
-            again = repeated(max(0.0, forward[0] - sum(spared)))
-    elif unit.is_block and recompute is Recompute.SELECTIVE:
-        if stack.selective is Selective.CORE:
-            core = sum(rates.attention_s(call, forward=True) for call in unit.work.attention)
-            core += max(0.0, unit.activation_bytes - unit.selective_bytes) * 2 / rates.bandwidth
-            again = (min(core, forward[0]), 0.0)
-        else:
-            _, charged = multiplying(forward=True)
-            moved_s = max(0.0, unit.forward_moved_bytes - charged) / rates.elementwise
-            again = repeated(moved_s + rates.core_s(unit.forward_cycles))
-    return UnitTime(
-        forward_s=forward[0],
-        backward_s=backward[0],
-        recompute_s=again[0],
-        forward_launch_s=forward[1],
-        backward_launch_s=backward[1],
-        recompute_launch_s=again[1],
-        count=unit.count,
-    )
-
-
-def _new_bytes(unit: UnitLoad, *, forward: bool) -> float:
-    """Bytes that a processor maps anew for what a unit makes: outputs, or gradients of its inputs
-    and parameters; of a loss the probabilities that it keeps, and their gradients."""
-    of_loss = mapped(unit.activation_bytes) if unit.name == LOSS else 0.0
-    if forward:
-        return mapped(unit.output_bytes) + of_loss
-    return unit.new_gradient_bytes + mapped(unit.input_bytes) + of_loss
-
-
-def shard_launches(unit: UnitLoad) -> float:
-    """Host work of FSDP2's hooks in a forward or a backward, in launches."""
-    return unit.is_separate * (SHARD_UNIT + SHARD_TENSOR * unit.tensors)
-
-
-def checkpoint_launches(unit: UnitLoad, recompute: Recompute, stack: Stack) -> float:
-    """Host work of torch.utils.checkpoint beside the kernels it repeats, in launches."""
-    if stack.compiled or stack.recomputes_whole:
-        return 0.0
-    launches = HOOKS * unit.backward_kernels
-    return launches + MODES * unit.forward_kernels * (recompute is Recompute.SELECTIVE)
 
 
 def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> float:

@@ -1,0 +1,194 @@
+"""Passes of one unit: seconds of its forward and backward, and of what is computed again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from advisor.cost.compute.rates import (
+    PRODUCTS_OF_ATTENTION,
+    PYTHON_SHARE,
+    matmul_fraction,
+    new_memory_s,
+    product_efficiency,
+)
+from advisor.cost.compute.rates import DeviceRates as Rates
+from advisor.cost.load.unit_load import UnitLoad
+from engines.plan import Recompute
+from profiles.model.profile import LOSS
+from profiles.model.work import ProductKind
+from profiles.workload.new_memory import mapped
+from profiles.workload.stack import Selective, Stack
+
+# Python code in torch.utils.checkpoint without reentrance (2.13), in launches. A kernel of the
+# backward reads one saved tensor, which hooks pack and unpack, and pack again where the forward is
+# repeated: 20 to 28 us beside launches of 14. Selective recompute sees every operator in a mode,
+# twice, views too, which are nearly two for a kernel: 45 to 90 us a kernel.
+HOOKS, MODES = 2, 5
+# Python code of FSDP2 (2.13) in a forward or a backward, in launches: of a unit, and of each of its
+# parameters, which are copied into a buffer and out of it, and swapped. 280 us and 28 for both, in
+# one process on a processor whose launches take 14 (`python -m tests.benchmarks.shard_host`).
+SHARD_UNIT, SHARD_TENSOR = 10, 1
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTime:
+    """Seconds of one unit: compute, recompute, and waiting.
+
+    Attributes:
+        count: equal units in sequence, each of which takes as long.
+        glue_s: of the forward and of the backward, launches included, of code before the unit.
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    forward_launch_s: float
+    backward_launch_s: float
+    recompute_launch_s: float
+    count: int = 1
+    glue_s: tuple[float, float] = (0.0, 0.0)
+
+    def with_glue(self, glue: UnitTime) -> UnitTime:
+        """Time of the unit and of the code before it, which is not recomputed."""
+        forward_s, backward_s = glue.forward_s, glue.backward_s
+        forward_launch_s, backward_launch_s = glue.forward_launch_s, glue.backward_launch_s
+        return replace(
+            self,
+            forward_s=self.forward_s + forward_s,
+            backward_s=self.backward_s + backward_s,
+            forward_launch_s=self.forward_launch_s + forward_launch_s,
+            backward_launch_s=self.backward_launch_s + backward_launch_s,
+            glue_s=(forward_s + forward_launch_s, backward_s + backward_launch_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPasses:
+    """A unit's forward and backward without recompute.
+
+    Attributes:
+        forward, backward: seconds of (compute, launches that it does not hide).
+        kernels: of a forward and of a backward, casts to 8 bits among them.
+        multiplied_bytes: of the operands of a forward's products.
+        hooks: host work of FSDP2 in each pass, in launches; `python` is what Python takes over it.
+    """
+
+    unit: UnitLoad
+    rates: Rates
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    kernels: tuple[float, float]
+    multiplied_bytes: float
+    hooks: float
+    python: float
+
+    @classmethod
+    def of(cls, unit: UnitLoad, rates: Rates, *, is_sharded: bool) -> UnitPasses:
+        device = rates.device
+        python = 1.0 if device.kind == "cpu" else PYTHON_SHARE
+        hooks = python * shard_launches(unit) if is_sharded else 0.0
+        products = unit.work.products
+        kernels = (
+            unit.forward_kernels + rates.cast_kernels(products, forward=True),
+            unit.backward_kernels + rates.cast_kernels(products, forward=False),
+        )
+
+        def seconds(busy: float, charged: float, *, forward: bool) -> tuple[float, float]:
+            moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
+            busy += max(0.0, moved - charged) / rates.elementwise
+            busy += rates.core_s(unit.forward_cycles if forward else unit.backward_cycles)
+            busy += new_memory_s(device, _new_bytes(unit, forward=forward))
+            return busy, _launching_s(rates, busy, kernels[not forward] + hooks)
+
+        busy_s, multiplied_bytes = _multiplying(unit, rates, forward=True)
+        forward = seconds(busy_s, multiplied_bytes, forward=True)
+        backward = seconds(*_multiplying(unit, rates, forward=False), forward=False)
+        return cls(unit, rates, forward, backward, kernels, multiplied_bytes, hooks, python)
+
+    def time(self, recompute: Recompute, stack: Stack) -> UnitTime:
+        """Seconds of the unit with its recompute."""
+        again = self._again(recompute, stack) if self.unit.is_block else (0.0, 0.0)
+        return UnitTime(
+            forward_s=self.forward[0],
+            backward_s=self.backward[0],
+            recompute_s=again[0],
+            forward_launch_s=self.forward[1],
+            backward_launch_s=self.backward[1],
+            recompute_launch_s=again[1],
+            count=self.unit.count,
+        )
+
+    def _again(self, recompute: Recompute, stack: Stack) -> tuple[float, float]:
+        unit, rates, forward = self.unit, self.rates, self.forward
+        if recompute is Recompute.NONE:
+            return 0.0, 0.0
+        if recompute is Recompute.FULL:
+            if stack.recomputes_whole:
+                return forward
+            last = [each for each in unit.work.products if not each.is_recomputed]
+            spared = (rates.product_s(p, p.forward_flop, p.forward_bytes) for p in last)
+            return self._repeated(max(0.0, forward[0] - sum(spared)), recompute, stack)
+        if stack.selective is Selective.CORE:
+            core = sum(rates.attention_s(call, forward=True) for call in unit.work.attention)
+            core += max(0.0, unit.activation_bytes - unit.selective_bytes) * 2 / rates.bandwidth
+            return min(core, forward[0]), 0.0
+        moved_s = max(0.0, unit.forward_moved_bytes - self.multiplied_bytes) / rates.elementwise
+        return self._repeated(moved_s + rates.core_s(unit.forward_cycles), recompute, stack)
+
+    def _repeated(self, busy: float, recompute: Recompute, stack: Stack) -> tuple[float, float]:
+        """Seconds of a forward again; the host's work hides behind the whole backward too."""
+        unit, rates, backward = self.unit, self.rates, self.backward
+        kernels = sum(self.kernels)
+        kernels += self.hooks + self.python * checkpoint_launches(unit, recompute, stack)
+        behind = _launching_s(rates, backward[0] + busy, kernels) - backward[1]
+        return busy, max(behind, _launching_s(rates, busy, self.kernels[0]))
+
+
+def _launching_s(rates: Rates, busy: float, kernels: float) -> float:
+    """Seconds of launches that an accelerator does not hide; a CPU runs both."""
+    launch = kernels * rates.launch_s
+    return launch if rates.device.kind == "cpu" or rates.waits else max(0.0, launch - busy)
+
+
+def _multiplying(unit: UnitLoad, rates: Rates, *, forward: bool) -> tuple[float, float]:
+    """Seconds of all products and attention, and their bytes."""
+    seconds = moved = known = 0.0
+    for product in unit.work.products:
+        flop = product.forward_flop if forward else product.backward_flop
+        nbytes = product.forward_bytes if forward else product.backward_bytes
+        seconds += rates.product_s(product, flop, nbytes)
+        moved += nbytes
+        known += flop * (product.kind is not ProductKind.ELEMENTWISE)
+    for call in unit.work.attention:
+        known += call.forward_flop if forward else call.backward_flop
+        seconds += rates.attention_s(call, forward=forward)
+        moved += call.forward_bytes if forward else call.backward_bytes
+    # Products without a record: attention's scores and values, if captured.
+    rest = (unit.forward_flop if forward else unit.backward_flop) - known
+    if rest > 1e-6 * known:
+        share = matmul_fraction(rates.device, rates.calibration)
+        share *= product_efficiency(rates.device, rest / PRODUCTS_OF_ATTENTION, rates.peak)
+        seconds += rest / (rates.peak * share)
+    return seconds, moved
+
+
+def _new_bytes(unit: UnitLoad, *, forward: bool) -> float:
+    """Bytes that a processor maps anew for what a unit makes: outputs, or gradients of its inputs
+    and parameters; of a loss the probabilities that it keeps, and their gradients."""
+    of_loss = mapped(unit.activation_bytes) if unit.name == LOSS else 0.0
+    if forward:
+        return mapped(unit.output_bytes) + of_loss
+    return unit.new_gradient_bytes + mapped(unit.input_bytes) + of_loss
+
+
+def shard_launches(unit: UnitLoad) -> float:
+    """Host work of FSDP2's hooks in a forward or a backward, in launches."""
+    return unit.is_separate * (SHARD_UNIT + SHARD_TENSOR * unit.tensors)
+
+
+def checkpoint_launches(unit: UnitLoad, recompute: Recompute, stack: Stack) -> float:
+    """Host work of torch.utils.checkpoint beside the kernels it repeats, in launches."""
+    if stack.compiled or stack.recomputes_whole:
+        return 0.0
+    launches = HOOKS * unit.backward_kernels
+    return launches + MODES * unit.forward_kernels * (recompute is Recompute.SELECTIVE)
