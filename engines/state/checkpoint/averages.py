@@ -6,7 +6,6 @@ and once, so that any plan can load them; what else an object has is each rank's
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,8 @@ from engines.state.layout import Layout
 from engines.state.shard_spec import PlacedTensor, placed
 from profiles.errors import FileError
 
-OBJECT = "object."
+OBJECT, INSIDE = "object.", "\x1f"
+"""A name in a checkpoint: the object, and the keys on the way to the tensor, one inside another."""
 State = dict[str, Any]
 Path = tuple[str, ...]
 
@@ -84,7 +84,7 @@ class Averages:
         for key in saved.tensors:
             if not key.startswith(OBJECT):
                 continue
-            path: Path = tuple(json.loads(key.removeprefix(OBJECT)))
+            path: Path = tuple(key.removeprefix(OBJECT).split(INSIDE))
             name = self._parameter_of(path[-1])
             if name is None or path[0] not in objects:
                 continue
@@ -120,6 +120,8 @@ class Averages:
     def _of(self, path: Path, state: State) -> Iterator[tuple[Path, str, Tensor]]:
         """(path, parameter, tensor) of every one."""
         for key, value in state.items():
+            if not isinstance(key, str) or INSIDE in key:
+                continue  # no name of a parameter
             if isinstance(value, dict):
                 yield from self._of((*path, key), value)
             elif isinstance(value, Tensor):
@@ -140,7 +142,7 @@ class Averages:
 
 
 def _name(path: Path) -> str:
-    return OBJECT + json.dumps(path)
+    return OBJECT + INSIDE.join(path)
 
 
 def _differing(every: list[list[Any]]) -> set[str]:
