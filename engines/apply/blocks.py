@@ -9,15 +9,19 @@ from engines.blocks.compile import compile_blocks
 from engines.blocks.eight_bits import multiply_in_eight_bits
 from engines.blocks.recompute import recompute_blocks
 from engines.offload.activations import offload_activations
+from engines.plan import Precision
 from engines.runtime.failures import all_ranks_succeed
 from profiles.workload.losses import head_of
 
 
 def narrow(build: Build) -> None:
     """Multiply in 8 bits, where the plan does."""
-    multiply_in_eight_bits(
-        build.model, build.plan, profile=build.profile, device=build.world.device
-    )
+    world = build.world
+    if build.plan.precision is Precision.FP8:
+        with all_ranks_succeed("multiplying in 8 bits", timeout_s=world.timeout_s):
+            multiply_in_eight_bits(
+                build.model, tp=build.plan.tp, profile=build.profile, device=world.device
+            )
 
 
 def chunk(build: Build) -> None:

@@ -73,8 +73,9 @@ def apply_plan(
     sent to all ranks, so the ranks may have built the model from different seeds.
 
     Args:
-        model: any module; its class, names and code stay as they are. One on the meta device gets
-            its values when each rank knows what it keeps: the whole is on no rank.
+        model: any module; its class, names and code stay as they are, but for the class of linear
+            layers that multiply in 8 bits (`engines.blocks.eight_bits`). One on the meta device
+            gets its values when each rank knows what it keeps: the whole is on no rank.
         profile: of this model, from `profiles.capture.capture`.
         cluster: the devices of this job.
         loss_fn: loss_fn(output, target) for tuple batches, loss_fn(output, batch) for dicts; None

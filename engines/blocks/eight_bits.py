@@ -44,17 +44,15 @@ def require_eight_bits(model: nn.Module, plan: Plan, *, profile: ModelProfile) -
 
 
 def multiply_in_eight_bits(
-    model: nn.Module, plan: Plan, *, profile: ModelProfile, device: torch.device
+    model: nn.Module, *, tp: int, profile: ModelProfile, device: torch.device
 ) -> None:
     """Let linear layers of blocks cast their factors to 8 bits, with one scale a tensor.
 
     Heads, routers and narrow layers stay in 16 bits. Without units for it (a CPU) the rounding is
     the same, and products are of what was rounded.
     """
-    if plan.precision is not Precision.FP8:
-        return
     kind, settings = _float8_linear(device.type == "cpu")
-    for layer in list(_layers(model, profile, tp=plan.tp)):
+    for layer in list(_layers(model, profile, tp=tp)):
         layer.__class__ = kind
         for name, value in settings.items():
             vars(layer).setdefault(name, value)

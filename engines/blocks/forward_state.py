@@ -39,9 +39,10 @@ class ForwardState:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Note what the run changes, as it was."""
-        known = [(names, dict(names)) for names in _holders(self._modules)]
-        values = {id(t): (t, version_of(t), t.clone()) for t in _tensors(known)}
-        containers = {id(c): (c, copy.copy(c)) for c in _containers(known)}
+        known = [(names, _own(names)) for names in _holders(self._modules)]
+        every = [value for _, before in known for value in before.values()]
+        values = {id(t): (t, version_of(t), t.clone()) for t in filter(_may_be_written, every)}
+        containers = {id(c): (c, copy.copy(c)) for c in filter(_may_be_filled, every)}
         try:
             yield
         finally:
@@ -56,8 +57,6 @@ class ForwardState:
         containers: dict[int, tuple[Any, Any]],
     ) -> None:
         for name, value in before.items():
-            if name in OF_TORCH:
-                continue
             tensor, version, clone = values.get(id(value), (None, 0, None))
             container, items = containers.get(id(value), (None, None))
             if tensor is not None and version_of(tensor) != version:
@@ -66,7 +65,7 @@ class ForwardState:
                 self._before.append((names, name, items))
             elif names.get(name, _ABSENT) is not value and not _has_graph(value):
                 self._before.append((names, name, value))
-        self._before += [(names, name, _ABSENT) for name in names.keys() - before.keys()]
+        self._before += [(names, name, _ABSENT) for name in _own(names).keys() - before.keys()]
 
     @contextmanager
     def second(self) -> Iterator[None]:
@@ -103,24 +102,24 @@ def _holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
             yield module._buffers
 
 
-def _tensors(known: list[tuple[dict[str, Any], dict[str, object]]]) -> Iterator[Tensor]:
-    """Those that a forward might write into. Masks it does not, nor results of an earlier one."""
-    for _, before in known:
-        for name, value in before.items():
-            if name in OF_TORCH or not isinstance(value, Tensor) or _has_graph(value):
-                continue
-            if value.dtype != torch.bool or value.numel() == 1:
-                yield value
+def _own(names: dict[str, Any]) -> dict[str, Any]:
+    """Those that torch did not give to every module."""
+    return {name: value for name, value in names.items() if name not in OF_TORCH}
 
 
-def _containers(known: list[tuple[dict[str, Any], dict[str, object]]]) -> Iterator[Any]:
-    """Those whose items a forward might change, without such that belong to an earlier one."""
-    for _, before in known:
-        for name, value in before.items():
-            if name not in OF_TORCH and isinstance(value, _CONTAINERS):
-                items = value.values() if isinstance(value, dict) else value
-                if not any(map(_has_graph, items)):
-                    yield value
+def _may_be_written(value: object) -> bool:
+    """True for a tensor that a forward might write into. Masks it does not, nor results of an
+    earlier one."""
+    if not isinstance(value, Tensor) or _has_graph(value):
+        return False
+    return value.dtype != torch.bool or value.numel() == 1
+
+
+def _may_be_filled(value: object) -> bool:
+    """True for a container whose items a forward might change; not of results of an earlier one."""
+    if not isinstance(value, _CONTAINERS):
+        return False
+    return not any(map(_has_graph, value.values() if isinstance(value, dict) else value))
 
 
 def _has_same(container: Any, items: Any) -> bool:

@@ -184,11 +184,11 @@ def compiled(stack: Stack) -> Stack:
 
 
 def in_eight_bits(stack: Stack, dtype: str) -> Stack:
-    """The stack with linear layers that multiply in `dtype` by torchao."""
+    """The stack with products in `dtype`, by torchao where its states are torch's."""
     if stack.product_dtype == dtype:
         return stack
     changes = {"name": f"{stack.name}, products in fp8", "product_dtype": dtype}
-    return stack.model_copy(update={**changes, "casts_apart": True})
+    return stack.model_copy(update={**changes, "casts_apart": stack.states is None})
 
 
 def chunked(stack: Stack, chunks: int) -> Stack:

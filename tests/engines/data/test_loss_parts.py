@@ -251,45 +251,6 @@ def test_nothing_is_said_of_what_cannot_be_seen() -> None:
     assert seen_on(low, sample, negatives_of_the_batch, profile=profile, said=None) == nothing
 
 
-class Counting(Tagger):
-    """Keeps a count in a buffer and one in an attribute, and acts on it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("seen", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen += 1
-        return super().forward(x) * self.calls
-
-
-def test_the_model_is_left_as_it_was() -> None:
-    torch.manual_seed(0)
-    model, sample = Counting(), batch(ROWS)
-    profile = capture(model, sample, loss_fn=over_a_mask)
-    state = torch.get_rng_state()
-    assert not seen_on(model, sample, over_a_mask, profile=profile, said=None).doubt
-    assert model.calls == 0
-    assert model.seen == 0
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_what_a_forward_changes_for_the_next_one_is_seen() -> None:
-    """`Counting` multiplies by the number of its calls."""
-    torch.manual_seed(0)
-    model, sample = Counting(), batch(ROWS)
-    profile = capture(model, sample, loss_fn=over_a_mask)
-    x, target = sample
-    logits = Tagger.forward(model, x)
-    first, second = (over_a_mask(logits * n, target).item() for n in (1, 2))
-    state = seen_on(model, sample, over_a_mask, profile=profile, said=None).state
-    assert f"the loss of the sample is {first:.6g}, and {second:.6g} when" in state
-    assert "it changes `seen`" in state
-    assert not seen(over_a_mask).state
-
-
 class Bags(nn.Module):
     """Values of all rows in one tensor, and where each row begins."""
 
@@ -368,15 +329,6 @@ def test_a_loss_that_no_cut_makes_up_is_warned_of_where_batches_are_cut(pool: Po
     assert len(first) == 1
     assert "trains on the loss of its own rows" in first[0]
     assert not second
-
-
-@pytest.mark.dist
-def test_state_that_each_microbatch_moves_is_warned_of(pool: Pool) -> None:
-    given = Counting, over_a_mask
-    first, _ = pool.run(warnings_of, "dp_replicate=2 accumulation=2", *given, world_size=2)
-    assert len(first) == 1
-    assert "Each of the 2 microbatches of a step does so" in first[0]
-    assert pool.run(warnings_of, "dp_replicate=2", *given, world_size=2) == [[], []]
 
 
 def coupled(plan: str, **options: Any) -> str:

@@ -1,4 +1,5 @@
-"""Buffers that a forward changes by the rows that it sees: codebooks, queues, means."""
+"""State that a forward changes: counts that it acts on, and buffers that it changes by its rows
+(codebooks, queues, means)."""
 
 from __future__ import annotations
 
@@ -52,3 +53,51 @@ def test_buffers_that_replicas_change_by_their_own_rows_are_warned_of(pool: Pool
         assert "changes `mean` by the rows that it sees" in first[0]
         assert f"Each of the {count} parts of a global batch" in first[0]
         assert not second
+
+
+class Counting(Tagger):
+    """Keeps a count in a buffer and one in an attribute, and acts on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        return super().forward(x) * self.calls
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model, sample = Counting(), batch(ROWS)
+    profile = capture(model, sample, loss_fn=over_a_mask)
+    state = torch.get_rng_state()
+    assert not seen_on(model, sample, over_a_mask, profile=profile, said=None).doubt
+    assert model.calls == 0
+    assert model.seen == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_a_forward_changes_for_the_next_one_is_seen() -> None:
+    """`Counting` multiplies by the number of its calls."""
+    torch.manual_seed(0)
+    model, sample = Counting(), batch(ROWS)
+    profile = capture(model, sample, loss_fn=over_a_mask)
+    x, target = sample
+    logits = Tagger.forward(model, x)
+    first, second = (over_a_mask(logits * n, target).item() for n in (1, 2))
+    state = seen_on(model, sample, over_a_mask, profile=profile, said=None).state
+    assert f"the loss of the sample is {first:.6g}, and {second:.6g} when" in state
+    assert "it changes `seen`" in state
+    assert not seen(over_a_mask).state
+
+
+@pytest.mark.dist
+def test_state_that_each_microbatch_moves_is_warned_of(pool: Pool) -> None:
+    given = Counting, over_a_mask
+    first, _ = pool.run(warnings_of, "dp_replicate=2 accumulation=2", *given, world_size=2)
+    assert len(first) == 1
+    assert "Each of the 2 microbatches of a step does so" in first[0]
+    assert pool.run(warnings_of, "dp_replicate=2", *given, world_size=2) == [[], []]

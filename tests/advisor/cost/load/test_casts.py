@@ -17,7 +17,7 @@ from profiles.closed_forms.transformer import TransformerShape, transformer_prof
 from profiles.machine.clusters import cluster_from_name
 from profiles.model.work import ProductKind
 from profiles.workload.eight_bits import takes_eight_bits
-from profiles.workload.stack import TORCH, compiled, in_eight_bits
+from profiles.workload.stack import TORCH, compiled, in_eight_bits, stack_named
 from profiles.workload.workload import Workload
 
 DTYPE = "float8_e4m3fn"
@@ -113,6 +113,18 @@ def test_what_is_not_computed_by_linear_layers_costs_the_same() -> None:
     assert eight.memory.parameters == plain.memory.parameters
     assert eight.memory.optimizer == plain.memory.optimizer
     assert eight.time.optimizer_s == plain.time.optimizer_s
+
+
+def test_software_that_is_not_torchs_casts_beside_its_products() -> None:
+    """Transformer Engine's casts, as published runs of Megatron are priced."""
+    stack = stack_named("megatron-core-0.12")
+    said = stack.model_copy(update={"product_dtype": DTYPE})
+    plans = [Plan.parse(f"dp_shard=8 microbatch_size=4 precision={p}") for p in ("fp8", "bf16")]
+    by_plan, by_stack, plain = (
+        CostModel(FACTS.rebuilt(stack=own)).estimate(plan)
+        for own, plan in ((stack, plans[0]), (said, plans[1]), (stack, plans[1]))
+    )
+    assert by_plan.step_s == by_stack.step_s < plain.step_s
 
 
 def test_a_device_without_units_for_8_bits_is_refused_and_a_cpu_emulates_them() -> None:
