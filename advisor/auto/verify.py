@@ -11,23 +11,26 @@ the others. The learning rate makes the first update small, so that both stay on
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from math import isfinite
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from advisor.auto.measure import fill, is_on_meta, seed_everything
 from advisor.auto.parallelize import auto_parallelize
 from advisor.decide.decision import Decision
 from advisor.inputs.models import LoadedModel, load_model
-from engines.blocks.autocast import autocast
+from engines.blocks.autocast import as_fp32, autocast
+from engines.blocks.eight_bits import multiply_in_eight_bits
 from engines.data.loader import split_rows_evenly
+from engines.legality import numerics
 from engines.parallel import ParallelModel
 from engines.parallel.parity import TOLERANCES, Difference, Tolerance, largest_difference
-from engines.plan import Plan, read_settings
+from engines.plan import Plan, Precision, read_settings
 from engines.runtime.world import World, join_world, texts_of_ranks
 from profiles.capture.batch.call import Batch, call_model, loss_of
 from profiles.capture.batch.rows import batch_size, split_rows
@@ -35,7 +38,8 @@ from profiles.capture.batch.tree import batch_tensors, map_batch
 from profiles.errors import InputError
 from profiles.machine.host import machine_memory_bytes
 from profiles.machine.probe import probe
-from profiles.model.profile import ModelProfile
+from profiles.model.profile import ModelProfile, Numerics
+from profiles.torch_compat import map_tensors
 from profiles.units import format_gib
 
 STEPS = 3
@@ -145,12 +149,15 @@ def verify(request: VerifyRequest) -> Verified | None:
     profile = parallel.decision.facts.model
     dtype: torch.dtype = getattr(torch, plan.precision.dtype)
     reference.train(not draws)
+    if plan.precision is Precision.FP8:
+        multiply_in_eight_bits(reference, tp=plan.tp, profile=profile, device=world.device)
     run = partial(
         _alone,
         loaded=loaded,
         steps=request.steps,
         rate=rate,
         mixed=dtype if dtype != _dtype_of(module) else None,
+        casts=numerics(plan, profile) is Numerics.BF16,
         scale=parallel.loss_scaler.scale,
         device=world.device,
     )
@@ -199,18 +206,23 @@ def _alone(
     steps: int,
     rate: float,
     mixed: torch.dtype | None,
+    casts: bool,
     scale: float,
     device: torch.device,
 ) -> _Run:
-    """The same steps of plain torch, on `pieces` of equal weight, with losses times `scale`."""
+    """The same steps of plain torch, on `pieces` of equal weight, with losses times `scale`.
+
+    `mixed` is computed in by autocast, or as FSDP `casts`.
+    """
+    model = _cast(module, mixed) if casts and mixed is not None else module
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=rate, momentum=MOMENTUM)
     losses, gradients = [], {}
     for step in range(steps):
         total = 0.0
         for piece in pieces:
-            with autocast(device, mixed):
-                loss = _loss(module, piece, loaded) / len(pieces)
+            with autocast(device, None if casts else mixed):
+                loss = _loss(model, piece, loaded) / len(pieces)
             (loss * scale).backward()
             total += loss.item()
         losses.append(total)
@@ -224,9 +236,25 @@ def _alone(
     return _Run(losses, gradients, {name: p.detach() for name, p in trained.items()})
 
 
-def _loss(module: nn.Module, batch: Batch, loaded: LoadedModel) -> Tensor:
-    output = call_model(module, batch, has_target=loaded.loss_fn is not None)
+def _loss(model: Callable[..., object], batch: Batch, loaded: LoadedModel) -> Tensor:
+    output = call_model(model, batch, has_target=loaded.loss_fn is not None)
     return loss_of(output, batch, loaded.loss_fn)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> Callable[..., object]:
+    """The module with its parameters and inputs cast to `dtype`, and outputs to fp32, as FSDP2
+    does."""
+
+    def low(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    @wraps(module.forward)  # names of arguments say which keys of a batch are for it
+    def forward(*args: object, **kwargs: object) -> object:
+        weights = {name: low(p) for name, p in module.named_parameters()}
+        inputs, named = map_tensors(low, (args, kwargs))
+        return as_fp32(functional_call(module, weights, inputs, named), dtype)
+
+    return forward
 
 
 def _compared(got: _Run, wanted: _Run, plan: Plan, rows: int, tolerance: Tolerance) -> Verified:

@@ -31,7 +31,7 @@ def require_eight_bits(model: nn.Module, plan: Plan, *, profile: ModelProfile) -
         raise PlanError(
             "precision=fp8 multiplies by torchao, which is not installed",
             where=f"plan: {plan}",
-            hints=["pip install 'parallel-advisor[fp8]', or set precision=bf16"],
+            hints=["pip install torchao, or set precision=bf16"],
         )
     if not any(_layers(model, profile, tp=plan.tp)):
         raise PlanError(

@@ -79,6 +79,17 @@ def test_dropout_is_left_out_and_16_bits_have_their_own_tolerance(
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize(("precision", "most"), [("bf16", 0.05), ("fp8", 0.1)])
+def test_one_process_casts_as_shards_do(pool: Pool, precision: str, most: float) -> None:
+    """Beside autocast, which leaves norms and sums in fp32, ReLUs would differ: by 0.3."""
+    if precision == "fp8":
+        pytest.importorskip("torchao", reason="pip install 'parallel-advisor[fp8]'")
+    result = of_two_ranks(pool, "encoder", "dp_shard=2", precision)
+    assert result.gradients.value < most
+    assert result.is_equal
+
+
+@pytest.mark.dist
 def test_rows_that_hide_an_exchange_are_named_and_too_few_are_refused(pool: Pool) -> None:
     assert (
         "all replicas have the same rows"

@@ -61,3 +61,11 @@ def of_equal_rows() -> Made:
 
 def of_one_row() -> Made:
     return _made(Classifier(), rows=1)
+
+
+def encoder() -> Made:
+    """Norms behind the sums, and ReLUs that a rounding switches on or off."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
+    sample = torch.randn(8, 16, 128), torch.randn(8, 16, 128)
+    return nn.TransformerEncoder(layer, 3), sample, nn.functional.mse_loss
