@@ -1,7 +1,7 @@
 """Loss, gradients and updates under a plan on the device, beside plain torch on the CPU.
 
 One process here, two in `tests.gpu.ranks`. Bounds are those by which `advise verify` judges
-(`engines.parallel.parity.TOLERANCES`): fp32 with TF32 off, and wider in bf16 and fp16.
+(`engines.parallel.parity.TOLERANCES`): fp32 with TF32 off, and wider in bf16, fp16 and fp8.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import functools
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from tests.engines.cases import CASES, Case, cpu_ranks
 from tests.engines.parity import local_rows, reference_loss, sgd
 from tests.gpu import case
 from tests.gpu.results import Row, Unit
-from tests.gpu.setting import Setting
+from tests.gpu.setting import LeftOutError, Setting
 
 ROWS, STEPS = 8, 3
 _CONFIG = GPTConfig(vocab_size=512, context=64, num_layers=3, num_heads=4, width=256)
@@ -56,6 +57,9 @@ PLANS: tuple[tuple[str, str], ...] = (
     ("gpt", "precision=bf16"),
     ("gpt", "precision=bf16 recompute=full loss_chunks=4"),
     ("gpt", "precision=fp16"),
+    ("gpt", "precision=fp8"),
+    ("gpt", "precision=fp8 compile=true recompute=full"),
+    ("gpt", "zero=3 precision=fp8"),
     ("gpt", "zero=3 precision=fp16"),
     ("gpt", "offload=optimizer"),
     ("gpt", "offload=activations"),
@@ -106,6 +110,8 @@ def compared(
         folder: for what a plan keeps on disk.
     """
     subject, plan = MODELS[name], Plan.parse(settings)
+    if plan.precision is Precision.FP8 and find_spec("torchao") is None:
+        raise LeftOutError("torchao is not installed")
     torch.manual_seed(1)
     reference = subject.build()
     model = copy.deepcopy(reference)
@@ -135,7 +141,7 @@ def compared(
     )
     if parallel.loss_scaler.is_on:
         parallel.loss_scaler.scale = 256.0  # nothing overflows, and no step is left out
-    bound = TOLERANCES[getattr(torch, plan.precision.dtype)].value
+    bound = TOLERANCES[getattr(torch, plan.precision.product_dtype)].value
     own = [p for p in reference.parameters() if p.requires_grad]
     optimizer = sgd(own)
     rows = []

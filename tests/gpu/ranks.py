@@ -50,6 +50,8 @@ PAIRS = (
     ("gpt", "cp=2"),
     ("resnet-batch-norm", "dp_replicate=2 sync_batch_norm=true"),
     ("gpt", "dp_shard=2 offload=states"),
+    ("gpt", "dp_shard=2 precision=fp8"),
+    ("gpt", "tp=2 sequence_parallel=true precision=fp8"),
 )
 SMALL_PAIRS = (("gpt, small", "dp_replicate=2"),)
 

@@ -18,6 +18,7 @@ from profiles.torch_compat import forget_groups
 from tests.gpu import (
     branches,
     curve,
+    eight_bits,
     exactness,
     gains,
     kernels,
@@ -63,7 +64,8 @@ def cases_of(part: str, *, is_small: bool) -> list[Case]:
         case "a":
             exact = exactness.cases(is_small=is_small)
             further = branches.cases(is_small=is_small)
-            return [*exact, *further, *ranks.cases(is_small=is_small)]
+            fp8 = eight_bits.exactness_cases(is_small=is_small)
+            return [*exact, *fp8, *further, *ranks.cases(is_small=is_small)]
         case "b":
             return [Case(BENCH, _bench, is_small=True), *kernels.bench_cases(is_small=is_small)]
         case "c":
@@ -71,7 +73,7 @@ def cases_of(part: str, *, is_small: bool) -> list[Case]:
         case "d":
             return one_rank.cases(is_small=is_small)
         case "e":
-            return gains.cases(is_small=is_small)
+            return [*gains.cases(is_small=is_small), *eight_bits.gain_cases(is_small=is_small)]
         case "f":
             return [
                 *kernels.curve_cases(is_small=is_small),

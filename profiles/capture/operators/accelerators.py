@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from profiles.torch_compat import map_tensors
-from profiles.torch_compat.attention import safe_softmax
+from profiles.torch_compat import attention, map_tensors
 
 _REQUIRED = ("query", "key", "value")
 _OPTIONAL = {
@@ -53,7 +52,8 @@ class AcceleratorOperators(TorchFunctionMode):
     that attention is written out there, scores kept. Those of CUDA draw it inside (flash,
     memory-efficient, cuDNN: `sdp_utils.cpp`), and keep a seed. The memory-efficient one also gives
     a mask its gradient where the mask's last dimension is dense (Swin's bias; T5's is permuted, and
-    written out on both). Dropout keeps a mask of bytes, on processors one of numbers.
+    written out on both). Grouped queries in fp32 are written out: flash kernels and cuDNN are for
+    16 bits. Dropout keeps a mask of bytes, on processors one of numbers.
     """
 
     def __torch_function__(
@@ -101,18 +101,28 @@ def _dropping(is_on: bool) -> Iterator[None]:
 def _attended(func: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The call as the first kernel that takes it runs it."""
     mask, fused = given.get("attn_mask"), {**given, "dropout_p": 0.0}
-    with _dropping(bool(given.get("dropout_p"))):
-        if mask is None or not mask.requires_grad:
-            return func(**fused)
-        if mask.stride(-1) == 1:
-            out = func(**{**fused, "attn_mask": mask.detach()})
-            return _Biased.apply(out, mask)  # type: ignore[no-untyped-call]
-    if not given.get("dropout_p"):
-        return func(**given)
+    if not _is_grouped_in_fp32(given):
+        with _dropping(bool(given.get("dropout_p"))):
+            if mask is None or not mask.requires_grad:
+                return func(**fused)
+            if mask.stride(-1) == 1:
+                out = func(**{**fused, "attn_mask": mask.detach()})
+                return _Biased.apply(out, mask)  # type: ignore[no-untyped-call]
+        if not given.get("dropout_p"):
+            return func(**given)
     if torch.is_autocast_enabled("cpu"):
         given = map_tensors(_lowered, given)
     with torch.autocast("cpu", enabled=False):
         return _written_out(**given)
+
+
+def _is_grouped_in_fp32(given: Mapping[str, Any]) -> bool:
+    """True for what no fused kernel of this torch takes."""
+    if attention.EFFICIENT_TAKES_GROUPS or not given.get("enable_gqa"):
+        return False
+    query, key = given["query"], given["key"]
+    is_wide = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return bool(is_wide and query.shape[1] != key.shape[1])
 
 
 class _Biased(torch.autograd.Function):
@@ -133,8 +143,8 @@ def _written_out(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor,
-    dropout_p: float,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -145,12 +155,24 @@ def _written_out(
     wide = [_widened(t) for t in (query, key, value)]
     root = (scale or query.shape[-1] ** -0.5) ** 0.5
     scores = (wide[0] * root) @ (wide[1].transpose(-2, -1) * root)
-    weights = safe_softmax(scores + attn_mask)
-    dropped = torch.native_dropout(weights, dropout_p, True)[0]
+    if is_causal:
+        attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = attention.safe_softmax(_masked(scores, attn_mask))
+    dropped = torch.native_dropout(weights, dropout_p, True)[0] if dropout_p else weights
     handed_back = dropped.to(query.dtype)  # and not used
     out = (dropped @ wide[2]).to(query.dtype)
     del handed_back
     return out
+
+
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores with the mask added; in place where it is not trained."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -torch.inf)
+    return scores + mask if mask.requires_grad else scores.add_(mask)
 
 
 def _dropped(
