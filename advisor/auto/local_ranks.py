@@ -30,6 +30,13 @@ def usual_ranks() -> int:
     return min(RANKS, gpu_count() or RANKS)
 
 
+def has_too_few_gpus(ranks: int) -> bool:
+    """True where there are GPUs, but not one for each of `ranks`."""
+    from profiles.machine.gpus import gpu_count
+
+    return 0 < gpu_count() < ranks
+
+
 def run_local_ranks(
     program: Sequence[str], words: Sequence[str], *, ranks: int, limit_s: float, name: str
 ) -> int:
@@ -37,6 +44,9 @@ def run_local_ranks(
 
     A rank that writes a number into FILE says how the job ended. torchrun tells of failed ranks at
     length, so ranks end without failure where they know what to say themselves.
+
+    Where there are GPUs, but not one for each rank, ranks compute on the CPU: NCCL takes no two
+    ranks on one.
 
     Returns that number, else torchrun's exit code.
 
@@ -51,6 +61,8 @@ def run_local_ranks(
         # torchrun leaves files in TMPDIR; this folder is deleted at the end.
         threads = str(max(1, machine_cores() // ranks))
         given = {"OMP_NUM_THREADS": threads, **loopback_environment(), **os.environ}
+        if has_too_few_gpus(ranks):
+            given["CUDA_VISIBLE_DEVICES"] = ""
         failed = _wait(command, {**given, "TMPDIR": folder}, limit_s=limit_s, name=name)
         return int(exit_code.read_text()) if exit_code.exists() else failed
 

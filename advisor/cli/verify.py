@@ -97,7 +97,7 @@ def _started(
     no_color: bool,
 ) -> int:
     """The exit code of ranks that are started here."""
-    from advisor.auto.local_ranks import run_local_ranks, usual_ranks
+    from advisor.auto.local_ranks import has_too_few_gpus, run_local_ranks, usual_ranks
     from advisor.inputs.models import require_model
     from engines.plan import AXES, Plan, read_settings
     from profiles.errors import InputError, PlanError
@@ -125,7 +125,8 @@ def _started(
     options = {"--plan": settings, "--seq": seq, "--precision": precision, "--steps": steps}
     words = [str(word) for pair in options.items() if pair[1] for word in pair]
     words += ["--no-color"] if no_color else []
-    progress(f"starting {ranks} ranks ...")
+    where = ", on the CPU: there are fewer GPUs" * has_too_few_gpus(ranks)
+    progress(f"starting {ranks} ranks{where} ...")
     # The hidden option precedes the words: `python -m advisor verify --exit-code FILE MODEL ...`.
     return run_local_ranks(
         ("advisor", "verify"),

@@ -58,7 +58,7 @@ def join_world(*, timeout_s: float | None = None) -> World:
     `timeout_s` where that is given, else by their own timeout.
 
     Raises:
-        InputError: the launcher's variables are incomplete.
+        InputError: the launcher's variables are incomplete, or ranks share a GPU.
         RankError: a rank did not join in time.
     """
     if dist.group.WORLD is not None and timeout_s is not None:
@@ -75,6 +75,8 @@ def join_world(*, timeout_s: float | None = None) -> World:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             store, rank, size = attempt_store(timeout_s=timeout_s)
+            if torch.cuda.is_available():
+                require_own_gpu(store, rank)
             timeout = timedelta(seconds=timeout_s)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timeout
@@ -94,6 +96,30 @@ def join_world(*, timeout_s: float | None = None) -> World:
         device=_device(local_rank),
         timeout_s=timeout_s,
         is_fake=dist.get_backend() == "fake",
+    )
+
+
+def require_own_gpu(store: dist.Store, rank: int) -> None:
+    """Refuse ranks that share a GPU here: NCCL does in its first message, or waits for ever.
+
+    Launchers that show each rank one GPU alone call all of them 0, so that GPUs go by their ids.
+
+    Raises:
+        InputError: another rank has this rank's GPU.
+    """
+    device = torch.cuda.current_device()
+    key = f"gpu {torch.cuda.get_device_properties(device).uuid}"
+    first = store.compare_set(key, "", str(rank)).decode()
+    if first == str(rank):
+        return
+    count, local = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", "?")
+    raise InputError(
+        f"rank {rank} and rank {first} have the same GPU: NCCL wants one for each",
+        where=f"{local} ranks on this node, {count} GPU{'s' * (count != 1)}",
+        hints=[
+            f"start {count} rank{'s' * (count != 1)} on this node: --nproc-per-node {count}",
+            "or hide GPUs, and let ranks compute on the CPU: CUDA_VISIBLE_DEVICES=",
+        ],
     )
 
 

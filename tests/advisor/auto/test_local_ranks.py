@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from advisor.auto import local_ranks
+
 RANK = """
 import sys, threading
 from pathlib import Path
@@ -31,3 +33,20 @@ def test_a_rank_tells_an_error_unless_the_command_is_over(
     assert run.returncode == 1
     assert ("connection reset by peer" in run.stderr) is says
     assert bool(run.stderr) is says
+
+
+@pytest.mark.parametrize(("gpus", "hidden"), [(0, False), (1, True), (2, False)])
+def test_ranks_without_a_gpu_each_compute_on_the_cpu(
+    gpus: int, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, str] = {}
+
+    def wait(command: list[str], environment: dict[str, str], **_: object) -> int:
+        given.update(environment)
+        return 0
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("profiles.machine.gpus.gpu_count", lambda: gpus)
+    monkeypatch.setattr(local_ranks, "_wait", wait)
+    local_ranks.run_local_ranks(("advisor", "verify"), [], ranks=2, limit_s=1.0, name="it")
+    assert (given.get("CUDA_VISIBLE_DEVICES") == "") is hidden

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,14 @@ from torch import nn
 
 from engines.plan import Plan
 from engines.runtime import world as world_module
-from engines.runtime.world import World, join_world, rank_error_context, require_same_plan
-from profiles.errors import PlanError, RankError
+from engines.runtime.world import (
+    World,
+    join_world,
+    rank_error_context,
+    require_own_gpu,
+    require_same_plan,
+)
+from profiles.errors import InputError, PlanError, RankError
 from profiles.torch_compat import bound_waits
 from tests.engines.parity import HSDP, KINDS, local_rows, parallelize
 from tests.golden import check
@@ -109,6 +116,33 @@ def test_a_rank_takes_its_gpu_before_it_joins(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
     monkeypatch.setattr(world_module, "attempt_store", lambda **_: (None, 5, 8))
+    monkeypatch.setattr(world_module, "require_own_gpu", lambda store, rank: done.append("own"))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: done.append(backend))
     join_world()
-    assert done[:2] == [torch.device("cuda", 1), "cpu:gloo,cuda:nccl"]
+    assert done[:3] == [torch.device("cuda", 1), "own", "cpu:gloo,cuda:nccl"]
+
+
+@pytest.mark.parametrize("ids", [("a", "b"), ("a", "a")])
+def test_ranks_that_share_a_gpu_are_refused_when_they_join(
+    ids: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may see one GPU, and call it 0."""
+    store = dist.HashStore()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def join(rank: int) -> None:
+        properties = SimpleNamespace(uuid=ids[rank])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        require_own_gpu(store, rank)
+
+    join(0)
+    join(0)  # the rank that has it
+    if ids[0] != ids[1]:
+        join(1)
+        return
+    with pytest.raises(InputError, match="rank 1 and rank 0 have the same GPU") as error:
+        join(1)
+    assert error.value.where == "2 ranks on this node, 1 GPU"
+    assert "--nproc-per-node 1" in str(error.value)
