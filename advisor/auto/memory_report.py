@@ -38,7 +38,7 @@ def _compared(peaks: PeakMemory, own: Estimate, reserved: float) -> Iterator[str
     most, slackest = peaks.ranks[peaks.fullest], peaks.ranks[peaks.slackest]
     yield str(peaks)
     expected = f"{format_gib(own.peak_low_bytes)} to {format_gib(own.peak_high_bytes)}"
-    yield f"predicted: {expected}, {format_gib(reserved)} with usual slack"
+    yield f"predicted: {expected}, {format_gib(reserved)} reserved"
     if most.peak_bytes > own.peak_high_bytes:
         over = format_gib(most.peak_bytes - own.peak_high_bytes)
         yield f"rank {peaks.fullest} held {over} more than the upper end"

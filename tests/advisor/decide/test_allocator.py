@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from advisor import memory_report
+from advisor.decide import allocator
 from advisor.decide.allocator import advice, variable
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
@@ -91,3 +92,23 @@ def test_a_peak_above_the_prediction_is_reported(decision: Decision) -> None:
 def test_without_a_decision_there_is_no_prediction_to_compare() -> None:
     with pytest.raises(InputError, match="nothing was predicted"):
         reported(None, rank(GIB, GIB))
+
+
+@pytest.mark.parametrize(("share", "warns"), [(1.01, True), (0.99, False)])
+def test_a_plan_whose_replay_reserves_more_than_there_is_brings_the_advice(
+    share: float, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peak fits, with the share that a search allows for."""
+    taken = choose(facts(MIDDLE, gpus(1, 1, memory_gib=24), batch=8))
+    usable = taken.policy.usable_bytes(taken.facts.cluster.device)
+    assert taken.estimate.peak_high_bytes < usable
+    monkeypatch.setattr(allocator, "reserved_bytes", lambda _: share * usable)
+    hints = [hint for hint in allocator.allocator_hint(taken) if "do not fit each other" in hint]
+    assert bool(hints) is warns
+    assert all("expandable_segments:True" in hint for hint in hints)
+
+
+def test_a_plan_far_from_the_memory_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator, "reserved_bytes", lambda _: pytest.fail("it takes 0.1 s"))
+    taken = choose(facts(MIDDLE, gpus(1, 1, memory_gib=640), batch=8))
+    assert not list(allocator.allocator_hint(taken))
