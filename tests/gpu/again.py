@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -13,17 +14,28 @@ from tests.gpu.predict import Predicted
 from tests.gpu.results import CaseResult, Results, Row
 from tests.gpu.setting import Setting
 
+Steps = dict[str, Callable[[], Predicted]]
+Changes = dict[str, Callable[[], tuple[Predicted, Predicted]]]
+
 
 def predicted_again(results: Results) -> Results:
     """`results` with the predictions of steps, of ranks and of gains made anew."""
     assert results.bench is not None
-    setting = _setting(results)
-    steps, ranks = training.predicted_again(setting), one_rank.predicted_again(setting)
-    changes = gains.predicted_again(setting)
+    own = _setting(results)
+
+    @functools.cache
+    def of_host(launch_s: float | None) -> tuple[Steps, Steps, Changes]:
+        setting = own.with_launches(launch_s)
+        return (
+            training.predicted_again(setting),
+            one_rank.predicted_again(setting),
+            gains.predicted_again(setting),
+        )
 
     def again(case: CaseResult) -> CaseResult:
         if not case.rows:
             return case
+        steps, ranks, changes = of_host(case.launch_s)
         if case.part == "c" and case.name in steps:
             terms = {term: of for term, (_, of) in training.TERMS.items()}
             return _of_one(case, steps[case.name](), terms)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from advisor.cost import Estimate, estimate
+from advisor.cost import CostModel, Estimate
+from advisor.decide.reserved import replayed_bytes
 from advisor.inputs.facts import Facts
 from engines.plan import Plan
 from engines.state.optimizer import OptimizerFactory
@@ -76,7 +77,10 @@ def predicted(
 
     def on(cluster: ClusterProfile) -> Estimate:
         facts = Facts(model=profile, cluster=cluster, workload=workload, stack=stack)
-        return estimate(plan, facts)
+        costs = CostModel(facts)
+        given = costs.estimate(plan)
+        # A search takes the usual share of what is allocated; users are shown a replay.
+        return given.model_copy(update={"reserved_bytes": replayed_bytes(costs, plan, given)})
 
     sheet, bench = machines
     return Predicted(on(sheet), None if bench is None else on(bench))

@@ -69,6 +69,8 @@ class CaseResult(Record):
     Attributes:
         seconds: that it took, with all that it built.
         text: why it failed or was left out.
+        launch_s: of a kernel on the host that ran it, where that is not the one of the bench: the
+            same device is lent with other hosts.
     """
 
     part: str
@@ -77,6 +79,7 @@ class CaseResult(Record):
     rows: tuple[Row, ...] = ()
     seconds: float = 0.0
     text: str = ""
+    launch_s: float | None = None
 
 
 class Results(Document):
@@ -100,6 +103,17 @@ class Results(Document):
         by_place = {(c.part, c.name): c for c in self.cases} | {(case.part, case.name): case}
         cases = sorted(by_place.values(), key=lambda c: c.part)
         return self.model_copy(update={"cases": tuple(cases)})
+
+    def with_bench(self, bench: ClusterProfile) -> Results:
+        """As timed now; cases keep the launches of the bench that they were measured with."""
+        cases = self.cases
+        if self.bench is not None:
+            before = self.bench.device.launch_s.value
+            cases = tuple(
+                case if case.launch_s else case.model_copy(update={"launch_s": before})
+                for case in cases
+            )
+        return self.model_copy(update={"bench": bench, "cases": cases})
 
     def done(self) -> set[tuple[str, str]]:
         """Places of the cases that need not be run again."""

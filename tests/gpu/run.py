@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from engines.runtime.world import leave_world
-from profiles.machine.bench import bench
+from profiles.machine.bench import bench, launch_time
 from profiles.machine.cluster import ClusterProfile
 from profiles.timing.stopwatch import processor_name
 from profiles.torch_compat import forget_groups
@@ -44,6 +44,7 @@ SHARES = {"a": 0.25, "b": 0.12, "c": 0.25, "d": 0.16, "e": 0.14, "f": 0.08}
 """Of the time, where all parts are run; what one leaves is there for the next."""
 BENCH = "the bench that predictions rest on"
 BENCH_S, SMALL_BENCH_S = 12.0, 0.2
+LAUNCHES_S = 0.5
 LEFT_BYTES = 2**30  # that a case may leave on the device; else the next begins in a new process
 MOST_TEXT = 1500
 SLOWEST_START_S = 90.0  # of a process: torch, a context
@@ -92,14 +93,18 @@ def _bench(setting: Setting) -> Sequence[Row]:
 _TIMED: list[ClusterProfile] = []
 
 
-def run_case(part: str, name: str, timed: ClusterProfile | None) -> tuple[CaseResult, bool]:
+def run_case(
+    part: str, name: str, timed: ClusterProfile | None, launch_s: float | None = None
+) -> tuple[CaseResult, bool]:
     """One case, in this process; and True if another one is better taken for the next.
+
+    `launch_s`: of this host, where the bench is of another one.
 
     Nothing that it raises comes through.
     """
     if not name.startswith(ranks.POOLED):
         ranks.close_pools()
-    setting = setting_here(bench=timed)
+    setting = setting_here(bench=timed).with_launches(launch_s)
     case = next(c for c in cases_of(part, is_small=setting.is_small) if c.name == name)
     began, rows = time.monotonic(), []
     outcome, text, spoiled = Outcome.MEASURED, "", False
@@ -123,9 +128,20 @@ def run_case(part: str, name: str, timed: ClusterProfile | None) -> tuple[CaseRe
         spoiled = torch.cuda.memory_allocated(setting.device) > LEFT_BYTES
     seconds = round(time.monotonic() - began, 2)
     result = CaseResult(
-        part=part, name=name, outcome=outcome, rows=tuple(rows), seconds=seconds, text=text
+        part=part,
+        name=name,
+        outcome=outcome,
+        rows=tuple(rows),
+        seconds=seconds,
+        text=text,
+        launch_s=launch_s,
     )
     return result, spoiled
+
+
+def launches_here() -> float:
+    """Seconds of a kernel's launch on this host."""
+    return launch_time(setting_here().device, seconds=LAUNCHES_S)
 
 
 def timed_here() -> ClusterProfile | None:
@@ -160,6 +176,7 @@ class Run:
     says: Callable[[str], None] = print
     in_process: bool = False
     worker: Worker = field(default_factory=Worker)
+    _launch_s: float | None = None  # where the bench is of an earlier run, on another host
 
     def results(self) -> Results:
         """Run, and give what there is then; an interrupt leaves what was saved."""
@@ -171,6 +188,8 @@ class Run:
             if (before.device, before.is_small) == (device, is_small):
                 results = before.model_copy(update={"torch": version})
         done = set() if self.again else results.done()
+        if results.bench is not None:
+            self._launch_s = self._call(launches_here, timeout_s=SLOWEST_START_S)
         try:
             for number, part in enumerate(self.parts):
                 ends = began + 60 * self.minutes * self._share_until(number)
@@ -210,11 +229,11 @@ class Run:
         part, name = place
         try:
             result, spoiled = self._call(
-                run_case, part, name, results.bench, timeout_s=limit_s + 10
+                run_case, part, name, results.bench, self._launch_s, timeout_s=limit_s + 10
             )
             if name == BENCH and result.outcome is Outcome.MEASURED:
-                timed = self._call(timed_here, timeout_s=10)
-                results = results.model_copy(update={"bench": timed})
+                timed, self._launch_s = self._call(timed_here, timeout_s=10), None
+                results = results.with_bench(timed)
             if spoiled:
                 self.worker.close()
         except WorkerError as error:

@@ -72,6 +72,15 @@ class Setting:
     def with_bench(self, bench: ClusterProfile) -> Setting:
         return replace(self, bench=bench)
 
+    def with_launches(self, launch_s: float | None) -> Setting:
+        """The bench's device with a host that takes `launch_s` for a kernel; None: its own."""
+        if launch_s is None or self.bench is None:
+            return self
+        device = self.bench.device
+        launch = device.launch_s.model_copy(update={"value": launch_s})
+        device = device.model_copy(update={"launch_s": launch})
+        return self.with_bench(self.bench.model_copy(update={"device": device}))
+
     def synchronize(self) -> None:
         """Wait for all that was asked of the device."""
         if self.is_cuda:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from profiles.machine.clusters import load_cluster
+from profiles.machine.clusters import cluster_from_name, load_cluster
 from tests.gpu import __main__ as command
 from tests.gpu import again, curve, readme, run
 from tests.gpu.case import Case
@@ -110,6 +111,27 @@ def test_a_second_run_goes_on_with_what_is_left(made_up: list[str], tmp_path: Pa
     made_up.clear()
     small_run(["c"], out, again=True).results()
     assert sorted(made_up) == sorted([run.BENCH, "wrong", "right", "not here"])
+
+
+def test_cases_of_a_later_run_keep_the_launches_of_its_host(
+    made_up: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = cluster_from_name("1xH200-SXM")
+    monkeypatch.setattr(run, "timed_here", lambda: timed)
+    monkeypatch.setattr(run, "launches_here", lambda: 5e-5)
+    out = tmp_path / "gpu.json"
+    first = small_run(["c"], out).results()
+    assert {case.launch_s for case in first.cases} == {None}
+    second = small_run(["c"], out).results()
+    launches = {case.name: case.launch_s for case in second.cases}
+    assert (launches["wrong"], launches["right"]) == (5e-5, None)
+    setting = Setting(torch.device("cpu"), timed, timed).with_launches(5e-5)
+    assert setting.bench is not None
+    assert setting.bench.device.launch_s.value == 5e-5
+    assert setting.sheet == timed
+    # Timed anew, a bench is of another host than those before.
+    third = {case.name: case.launch_s for case in second.with_bench(timed).cases}
+    assert (third["wrong"], third["right"]) == (5e-5, timed.device.launch_s.value)
 
 
 def test_new_cases_come_before_those_that_failed(made_up: list[str], tmp_path: Path) -> None:
