@@ -28,7 +28,8 @@ class Casts(NamedTuple):
 # scaled and clamped, two of which are there while the result is written.
 EAGER = Casts(kernels=11, moved_bytes=33, held_bytes=9)
 # As torch.compile writes it: the maximum in two kernels, a cast, and a transposed copy, which a
-# product by 8 bits takes. By its bytes; not measured.
+# product by 8 bits takes. By its bytes: a step of a GPT of 1.3 billion parameters takes 250 ms on
+# an H200 by this, and took 268 to 275; in bf16, compiled too, 275 and 298.
 FUSED = Casts(kernels=4, moved_bytes=7, held_bytes=2)
 
 
@@ -50,10 +51,17 @@ def cast_count(product: ProductLoad, *, forward: bool) -> float:
 
 
 def with_casts(load: UnitLoad, casts: Casts) -> UnitLoad:
-    """Add what is there while the largest factor of a forward and of a backward is cast."""
+    """Add what is there while the largest factor of a forward and of a backward is cast.
+
+    Compiled, a block whose layers are all cast keeps no inputs of theirs: what elementwise code
+    makes of products and attention is made again, in the kernel that casts it. A GPT of 1.3 billion
+    parameters held 44 GB on an H200, where it held 58 in bf16.
+    """
     products = [product for product in load.work.products if is_cast(product)]
     if not products:
         return load
+    if casts is FUSED and load.is_block and all(map(is_cast, _of_layers(load))):
+        load = replace(load, activation_bytes=min(load.activation_bytes, load.selective_bytes))
     factors = max(max(each.m, each.n) * each.k for each in products)
     gradients = max(each.m * each.n for each in products)
     forward, backward = load.forward_transient_bytes, load.backward_transient_bytes
@@ -62,3 +70,8 @@ def with_casts(load: UnitLoad, casts: Casts) -> UnitLoad:
         forward_transient_bytes=forward + casts.held_bytes * factors,
         backward_transient_bytes=backward + casts.held_bytes * max(factors, gradients),
     )
+
+
+def _of_layers(load: UnitLoad) -> list[ProductLoad]:
+    kinds = (ProductKind.LINEAR, ProductKind.GROUPED)
+    return [product for product in load.work.products if product.kind in kinds]

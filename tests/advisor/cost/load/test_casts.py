@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from advisor.cost import CostModel
 from advisor.cost.breakdown import Estimate
 from advisor.cost.calibration import CALIBRATION
 from advisor.cost.compute.rates import DeviceRates, peak_flop_per_s
-from advisor.cost.load.casts import EAGER, FUSED, Casts, cast_count, cast_elements, is_cast
+from advisor.cost.load.casts import (
+    EAGER,
+    FUSED,
+    Casts,
+    cast_count,
+    cast_elements,
+    is_cast,
+    with_casts,
+)
+from advisor.cost.load.unit_load import UnitLoad
 from advisor.cost.load.work import ProductLoad
 from advisor.inputs.facts import Facts
 from engines.legality import problems
@@ -106,6 +117,26 @@ def test_casts_hold_copies_of_the_largest_factor(settings: str, casts: Casts) ->
     (forward, backward), (cast_forward, cast_backward) = added
     assert cast_forward - forward == casts.held_bytes * 8192 * 16384
     assert cast_backward - backward == casts.held_bytes * 8192 * 2 * 16384
+
+
+def test_compiled_blocks_keep_no_inputs_of_layers_in_8_bits() -> None:
+    """Outputs of products and of attention are there; what is between is made again. Experts'
+    inputs stay."""
+    fused, plain, eager, eager_plain = (
+        _block(f"dp_shard=8 microbatch_size=4 precision={precision} compile={compiled}")
+        for compiled in ("true", "false")
+        for precision in ("fp8", "bf16")
+    )
+    assert fused.activation_bytes == plain.selective_bytes < plain.activation_bytes
+    assert eager.activation_bytes == eager_plain.activation_bytes
+    grouped = fused.work.products[0]._replace(kind=ProductKind.GROUPED)
+    of_experts = replace(plain, work=replace(plain.work, products=(*plain.work.products, grouped)))
+    assert with_casts(of_experts, FUSED).activation_bytes == plain.activation_bytes
+
+
+def _block(settings: str) -> UnitLoad:
+    plan = Plan.parse(settings)
+    return next(u for u in CostModel(FACTS).under(plan).loads(plan).runs if u.is_block)
 
 
 def test_what_is_not_computed_by_linear_layers_costs_the_same() -> None:
