@@ -1,7 +1,7 @@
 """This machine, or this job, as a ClusterProfile: devices, memory, cores and the launcher's ranks.
 
-Nothing is timed unless asked; what is not looked up or timed is assumed, with a wide range, and
-what could not be found is said in the profile's notes.
+Little is timed unless asked; what is not looked up or timed is assumed, with a wide range, and what
+could not be found is said in the profile's notes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def probe(
         launcher: from `launcher()`; None reads the environment.
         ranks: plan for this many ranks on this machine; only without a launcher.
         measure: time a matrix product and a memory copy (under a second) instead of assuming a
-            CPU's speed. A GPU that the catalogue does not have is always timed.
+            CPU's speed. A GPU that the catalogue does not have is always timed, and so are the
+            launches of any: they are the host's.
         nvml: answers in place of NVIDIA's driver.
         root: where /proc and /sys are.
 

@@ -17,6 +17,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from profiles.machine import catalogue
 from profiles.machine.bench.device import REPLAYED, replayed
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.probe import probe
@@ -36,7 +37,7 @@ class Setting:
     """Device and machines of a case.
 
     Attributes:
-        sheet: this machine by its data sheet, as the probe finds it.
+        sheet: this machine by its data sheet alone: its launches are not timed.
         bench: the same as timed; None before that.
         is_small: on the CPU, to try the logic.
     """
@@ -145,7 +146,9 @@ def setting_here(*, bench: ClusterProfile | None = None) -> Setting:
         return Setting(torch.device("cpu"), probe(ranks=1), bench, is_small=True)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    return Setting(device, probe(ranks=1), bench)
+    sheet = probe(ranks=1)
+    as_published = sheet.device.model_copy(update={"launch_s": catalogue.LAUNCH})
+    return Setting(device, sheet.model_copy(update={"device": as_published}), bench)
 
 
 class DeviceMemory:

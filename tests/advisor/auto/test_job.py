@@ -39,6 +39,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: shown)
+    monkeypatch.setattr("profiles.machine.gpus.launch_time", lambda _: 5e-5)
 
 
 @pytest.mark.usefixtures("four_gpus")

@@ -139,6 +139,7 @@ def two_h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: shown)
+    monkeypatch.setattr(gpus, "launch_time", lambda _: 5e-5)
 
 
 @pytest.mark.usefixtures("two_h100")
@@ -150,6 +151,20 @@ def test_a_known_gpu_brings_the_catalogue_s_facts_and_its_own_memory() -> None:
     assert cluster.device.memory_bytes.value == 84_929_347_584
     assert cluster.device.memory_bytes.source is Source.MEASURED
     assert cluster.intra == catalogue.link("nvlink4")
+
+
+@pytest.mark.usefixtures("two_h100")
+def test_launches_are_those_of_the_host_and_assumed_where_the_gpu_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch = probe(launcher=ALONE).device.launch_s
+    assert (launch.value, launch.source) == (5e-5, Source.MEASURED)
+
+    def full(_: torch.device) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpus, "launch_time", full)
+    assert probe(launcher=ALONE).device.launch_s == catalogue.LAUNCH
 
 
 @pytest.mark.usefixtures("two_h100")
