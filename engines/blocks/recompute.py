@@ -18,11 +18,14 @@ from engines.blocks.forward_state import ForwardState
 from engines.blocks.selective import OTHER_PRODUCT, selective_contexts
 from engines.blocks.wrap import wrap_forward
 from engines.plan import Plan, Recompute
+from profiles.capture.frames import summary
 from profiles.capture.operators.table import kept_operators
 from profiles.errors import ModelError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_batch_norm
 
+# Where a block differentiates inside (torch/autograd/graph.py, `disable_saved_tensors_hooks`).
+_NO_HOOKS = "yet support saved tensor hooks"
 # Where the second run of a block differs from the first, besides CheckpointError; in torch's words
 # too (torch/utils/checkpoint.py), whose contexts compiled blocks use.
 _DIFFERS = (OTHER_PRODUCT, "encountered during backward but not found in storage")
@@ -145,14 +148,22 @@ def _count(norm: nn.BatchNorm2d) -> Tensor:
 
 @contextmanager
 def explained_recompute(plan: Plan) -> Iterator[None]:
-    """Turn torch's error about a block whose second run differs into ours.
+    """Turn torch's errors about blocks that cannot run twice into ours.
 
     Raises:
-        ModelError: a block computes something else the second time.
+        ModelError: a block computes something else the second time, or differentiates in its
+            forward.
     """
     try:
         yield
     except RuntimeError as error:
+        if plan.recompute is not Recompute.NONE and _NO_HOOKS in str(error):
+            raise ModelError(
+                "a block differentiates in its forward by torch.func (grad, vjp, jacrev, hessian):"
+                " torch refuses that where tensors are saved by hooks, as recompute saves them",
+                where=f"plan: {plan}\n{summary(error)}",
+                hints=["plan with recompute=none"],
+            ) from error
         if not isinstance(error, CheckpointError) and not any(w in str(error) for w in _DIFFERS):
             raise
         raise ModelError(

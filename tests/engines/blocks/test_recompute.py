@@ -226,6 +226,26 @@ def test_a_block_that_recomputes_something_else_is_refused_with_the_reason(recom
     assert "use_cache=False" in str(error.value)
 
 
+class Differentiating(nn.Module):
+    """Moves its input against the gradient of its own length, as a step of inner learning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - torch.func.grad(lambda y: self.out(y).square().sum())(x)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_block_that_differentiates_by_torch_func_is_refused_by_name(recompute: str) -> None:
+    case = Case(lambda: Stack(Differentiating), CASES["lstm"].batch, CASES["lstm"].loss_fn)
+    _, parallel = spread(case, f"dp_replicate=1 recompute={recompute}")
+    with pytest.raises(ModelError, match=r"differentiates in its forward by torch\.func") as error:
+        parallel.forward_backward(case.batch(8))
+    assert "plan with recompute=none" in str(error.value)
+
+
 class Patched(nn.Module):
     """Its forward was replaced on the instance, as wrapping libraries do."""
 
