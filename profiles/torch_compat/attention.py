@@ -12,9 +12,6 @@ from torch import Tensor
 
 # Queries that the plain way looks at together: it writes out their weights, queries x keys.
 PIECE = 1024
-# Memory-efficient attention, the one for fp32 on CUDA, takes fewer heads of keys than of queries
-# from torch 2.14 on (pytorch pull request 191085); before, such calls are written out.
-EFFICIENT_TAKES_GROUPS = torch.__version__ >= "2.14"  # compared as a version, not as text
 # What the flash kernels of CUDA take: torch/nn/attention, sdp_utils (head size, a multiple of 8).
 _LARGEST_HEAD = 256
 

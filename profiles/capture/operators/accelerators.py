@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from profiles.torch_compat import attention, map_tensors
+from profiles.model import attention_kernels
+from profiles.torch_compat import map_tensors
+from profiles.torch_compat.attention import safe_softmax
 
 _REQUIRED = ("query", "key", "value")
 _OPTIONAL = {
@@ -118,7 +120,7 @@ def _attended(func: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 def _is_grouped_in_fp32(given: Mapping[str, Any]) -> bool:
     """True for what no fused kernel of this torch takes."""
-    if attention.EFFICIENT_TAKES_GROUPS or not given.get("enable_gqa"):
+    if attention_kernels.FP32_TAKES_GROUPS or not given.get("enable_gqa"):
         return False
     query, key = given["query"], given["key"]
     is_wide = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
@@ -156,11 +158,9 @@ def _written_out(
     root = (scale or query.shape[-1] ** -0.5) ** 0.5
     scores = (wide[0] * root) @ (wide[1].transpose(-2, -1) * root)
     if is_causal:
-        attn_mask = scores.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is None:
-        weights = scores.softmax(-1)
-    else:
-        weights = attention.safe_softmax(_masked(scores, attn_mask))
+        shape, device = scores.shape[-2:], scores.device
+        attn_mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
+    weights = scores.softmax(-1) if attn_mask is None else safe_softmax(_masked(scores, attn_mask))
     dropped = torch.native_dropout(weights, dropout_p, True)[0] if dropout_p else weights
     handed_back = dropped.to(query.dtype)  # and not used
     out = (dropped @ wide[2]).to(query.dtype)
@@ -171,7 +171,11 @@ def _written_out(
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:
     """Scores with the mask added; in place where it is not trained."""
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -torch.inf)
+        zero, hidden = (
+            torch.full((), value, dtype=scores.dtype, device=scores.device)
+            for value in (0.0, -torch.inf)
+        )
+        mask = torch.where(mask, zero, hidden)
     return scores + mask if mask.requires_grad else scores.add_(mask)
 
 

@@ -16,6 +16,7 @@ from profiles.closed_forms.families.layouts import dense
 from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit
 from profiles.closed_forms.families.tape import Array
+from profiles.model import attention_kernels
 from profiles.trace.scopes import Attended
 
 # Positions and masks
@@ -150,13 +151,20 @@ def attend(
     trained = mask if mask and mask.needs_gradient else None
     # Of accelerators' kernels one gives a dense mask its gradient.
     is_alone = trained and (query.tape.on_processor or trained.strides[-1] != 1)
-    if is_beyond or is_alone:
+    has_no_kernel = not query.tape.on_processor and _is_grouped_in_fp32(*lowered[:2])
+    if is_beyond or is_alone or has_no_kernel:
         out = _unfused(lowered, bias, dropout, is_causal=is_causal)
     else:
         bias = additive(bias, lowered[0].dtype) if bias and bias.dtype is DType.BOOL else bias
         out = _fused(lowered, bias, trained, is_causal=is_causal, has_dropout=bool(dropout))
     out = ops.contiguous_copy(ops.transpose(out, 1, 2))
     return ops.reshape(out, *out.shape[:2], -1)
+
+
+def _is_grouped_in_fp32(query: Array, key: Array) -> bool:
+    """True for what no kernel of CUDA takes, by the release of torch."""
+    is_grouped = query.shape[1] != key.shape[1]
+    return is_grouped and query.dtype is DType.FLOAT32 and not attention_kernels.FP32_TAKES_GROUPS
 
 
 def _fused(

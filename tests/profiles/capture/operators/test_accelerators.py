@@ -12,9 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profiles.capture.capture import capture
 from profiles.capture.operators.accelerators import _written_out
+from profiles.model import attention_kernels
 from profiles.model.profile import ModelProfile, Numerics
 from profiles.model.work import AttentionCall, Product, ProductKind
-from profiles.torch_compat import attention
 
 HEADS, TOKENS, WIDTH = 2, 64, 16
 
@@ -117,7 +117,7 @@ def test_of_grouped_queries_in_fp32_accelerators_keep_scores_before_torch_2_14(
     takes_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an H200 (torch 2.11) a mixture of experts in fp32 kept 6.2 GiB more than by a kernel."""
-    monkeypatch.setattr(attention, "EFFICIENT_TAKES_GROUPS", takes_groups)
+    monkeypatch.setattr(attention_kernels, "FP32_TAKES_GROUPS", takes_groups)
     with torch.device("meta"):
         model = Grouped()
     for numerics in Numerics:
