@@ -108,7 +108,7 @@ def require_own_gpu(store: dist.Store, rank: int) -> None:
         InputError: another rank has this rank's GPU.
     """
     device = torch.cuda.current_device()
-    key = f"gpu {torch.cuda.get_device_properties(device).uuid}"
+    key = f"gpu {getattr(torch.cuda.get_device_properties(device), 'uuid', rank)}"
     first = store.compare_set(key, "", str(rank)).decode()
     if first == str(rank):
         return
