@@ -16,11 +16,13 @@ from advisor.decide import allocator
 from advisor.decide.allocator import advice, variable
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
+from advisor.inputs.policy import Policy
 from engines.parallel import ParallelModel
+from engines.plan import read_settings
 from engines.runtime.peak_memory import PeakMemory, RankMemory
 from profiles.errors import InputError
 from profiles.units import GIB
-from tests.factories import facts, gpus, transformer
+from tests.factories import cpus, facts, gpus, transformer
 
 MIDDLE = transformer(name="middle", layers=8, hidden=2048, ffn=5504, tokens=4096)
 HEADER = Path(torch.__file__).parent / "include" / "c10" / "cuda" / "CUDAAllocatorConfig.h"
@@ -112,3 +114,42 @@ def test_a_plan_far_from_the_memory_is_not_replayed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(allocator, "reserved_bytes", lambda _: pytest.fail("it takes 0.1 s"))
     taken = choose(facts(MIDDLE, gpus(1, 1, memory_gib=640), batch=8))
     assert not list(allocator.allocator_hint(taken))
+
+
+def test_without_slack_a_peak_is_what_is_allocated_and_the_context() -> None:
+    """By hand: 20 GiB of tensors, a tenth of them as slack, and a context of at most 0.9 GiB."""
+    device = gpus(1, 1).device
+    context = device.context_bytes.high
+    peak = 1.1 * 20 * GIB + context
+    assert allocator.without_slack(peak, device) == pytest.approx(20 * GIB + context)
+
+
+@pytest.mark.parametrize(
+    ("tensors_gib", "decides"),
+    [(68, False), (73, True), (77, False)],  # of 75.6 usable
+)
+def test_slack_decides_between_what_fits_with_it_and_what_fits_without(
+    tensors_gib: float, decides: bool
+) -> None:
+    device, policy = gpus(1, 1).device, Policy()
+    usable = policy.usable_bytes(device)
+    assert usable == pytest.approx(0.95 * 79.6 * GIB)
+    context = device.context_bytes.high
+    high = 1.1 * (tensors_gib * GIB - context) + context
+    assert (high <= usable) is (tensors_gib == 68)
+    assert allocator.slack_decides(high, device, policy) is decides
+    assert not allocator.slack_decides(high, cpus(1, memory_gib=79.6).device, policy)
+
+
+def test_a_plan_that_only_the_slack_leaves_out_is_named() -> None:
+    """At 28 GiB one device holds its peak without slack, and not with it."""
+    deep = transformer(name="deep", layers=16, hidden=2048, ffn=5504, tokens=4096)
+    fixed = read_settings("recompute=full microbatch_size=8")
+    hints = {}
+    for gib in (24, 28, 30):
+        taken = choose(facts(deep, gpus(1, 1, memory_gib=gib), batch=8), partial=fixed)
+        hints[gib] = list(allocator.allocator_hint(taken))
+    assert hints[24] == hints[30] == []
+    (hint,) = hints[28]
+    assert hint.startswith("only the allocator's slack leaves one device out: it needs up to 28.4")
+    assert "26.0 GiB without, of 26.6 GiB usable" in hint
