@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -10,14 +10,19 @@ from advisor.cost.load.loads import (
     ACTIVATION_ERROR,
     GUESS_ERROR,
     Loads,
+    _over_expert_ranks,
     _with_split_loss,
     activation_error,
     combined,
+    describe,
     loads_of,
 )
 from advisor.cost.load.unit_load import UnitLoad
+from advisor.cost.load.work import ProductLoad, UnitWork
+from profiles.model.flow import LOSS
 from profiles.model.layers import LayerCost, LayerKind
 from profiles.model.profile import Affine, CaptureSource, Numerics
+from profiles.model.work import ProductKind
 from profiles.workload.stack import TORCH, Loss
 from tests.advisor.cost.memory.hand_made import loads, unit
 from tests.factories import transformer
@@ -53,8 +58,9 @@ def test_sums_are_over_all_units_of_a_run() -> None:
 
 
 def test_fsdps_root_group_has_what_has_no_group_of_its_own() -> None:
-    assert EVERY.root_parameter_bytes == 1
-    assert EVERY.root_gradient_bytes == 2
+    every = loads(replace(HEAD, count=2), BLOCK)
+    assert every.root_parameter_bytes == 2 * 1
+    assert every.root_gradient_bytes == 2 * 2
 
 
 def test_a_part_cuts_runs_and_knows_where_it_came_from() -> None:
@@ -97,6 +103,35 @@ def test_parameters_are_copied_in_16_bits_where_a_model_of_32_computes_in_them(
     every = loads_of(model, numerics=numerics, samples=3)
     assert (every.compute_share, every.samples) == (share, 3)
     assert every.names == tuple(each.name for each in model.units)
+
+
+def test_weights_of_experts_on_other_ranks_are_not_read() -> None:
+    """Of 8 experts over 4 ranks: three quarters of the weights' bytes, in every pass over them."""
+    m, n, k = 64.0, 32.0, 16.0
+    weights, tokens = 8 * n * k * 2, m * (n + k) * 2
+    flop = 2 * m * n * k
+    product = ProductLoad(
+        ProductKind.GROUPED, m, n, k, 8, flop, 2 * flop, weights + tokens, 2 * (weights + tokens)
+    )
+    block = unit(
+        "experts",
+        forward_moved_bytes=1e6,
+        backward_moved_bytes=2e6,
+        work=UnitWork(products=(product,)),
+    )
+    split = _over_expert_ranks(block, 4)
+    assert split.forward_moved_bytes == 1e6 - weights * 3 / 4
+    assert split.backward_moved_bytes == 2e6 - 2 * weights * 3 / 4
+    dense = replace(block, work=UnitWork(products=(product._replace(kind=ProductKind.LINEAR),)))
+    assert _over_expert_ranks(dense, 4) is dense
+
+
+def test_units_are_named_in_sentences() -> None:
+    assert [describe(name) for name in (LOSS, "layers.0", "")] == [
+        "the loss",
+        "`layers.0`",
+        "the model",
+    ]
 
 
 # Amounts that a rank has a share of; each a number of its own.
