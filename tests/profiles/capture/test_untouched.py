@@ -18,6 +18,20 @@ from profiles.units import MIB
 from tests.engines.cases import CASES, TinyGPT, token_loss
 
 
+class Tally:
+    """A class of the user's own, which keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls, self.seen, self.mean = 0, {"rows": 0}, torch.zeros(4)
+
+    def note(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen["rows"] += len(x)
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        self.last = x
+        return self.mean
+
+
 class Careless(nn.Module):
     """A forward that changes everything it can reach, and holds tensors that nobody registered."""
 
@@ -30,11 +44,13 @@ class Careless(nn.Module):
         self.cache: list[Tensor] = []
         self.table = {"scale": torch.full((4,), 2.0)}
         self.hidden = [nn.Linear(4, 4)]  # not a submodule
+        self.tallies = {"of inputs": [Tally()]}
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
         self.last = x
         self.cache.append(x)
+        x = x - self.tallies["of inputs"][0].note(x)
         self.register_buffer("late", x.detach())
         random.random(), np.random.rand(), torch.rand(3)
         x = self.norm(self.hidden[0](self.linear(x))) * self.table["scale"]
@@ -66,7 +82,7 @@ def random_state() -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("kind", Numerics)
-def test_capture_leaves_model_and_random_state_unchanged(kind: Numerics) -> None:
+def test_capture_leaves_model_objects_in_it_and_random_state_unchanged(kind: Numerics) -> None:
     model = Careless()
     model(torch.randn(3, 4)).sum().backward()
     model.cache.clear()
@@ -74,11 +90,15 @@ def test_capture_leaves_model_and_random_state_unchanged(kind: Numerics) -> None
     before, sample = state_of(model), torch.randn(3, 4)
     random_before = random_state()
     table = model.table["scale"]
+    [tally] = model.tallies["of inputs"]
+    tally_before, rows_before = dict(vars(tally)), dict(tally.seen)
     capture(model, sample, numerics=(kind,))
     assert random_state() == random_before
     assert state_of(model) == before
     assert model.cache == []
     assert model.table["scale"] is table
+    assert vars(tally) == tally_before  # the same tensors: two of them would not compare
+    assert tally.seen == rows_before
     assert all(p.grad is g for p, g in zip(model.hidden[0].parameters(), hidden, strict=True))
 
 
