@@ -1,28 +1,32 @@
 """State that a forward changes, for a forward that runs twice: a block that is computed again, code
 between units on a rank with two stages.
 
-Buffers and plain attributes of modules (moments, counters, temperatures, caches) may be changed in
-place or replaced, and lists, dicts and sets that are attributes may get other items. The second run
-sees them as the first one did, and leaves no trace.
+Buffers and plain attributes of modules, and of objects that they keep (moments, counters,
+temperatures, caches), may be changed in place or replaced, and lists, dicts and sets that are
+attributes may get other items. The second run sees them as the first one did, and leaves no trace.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from profiles.capture.fakes.own_objects import own_objects
 from profiles.torch_compat import is_batch_norm, version_of
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module: parameters, modules and hooks; buffers are looked at apart."""
 _ABSENT = object()
 _CONTAINERS = (list, dict, set, deque)
+_DEPTH = 3
+"""Containers in containers that are looked into."""
 
 
 class ForwardState:
@@ -41,28 +45,30 @@ class ForwardState:
         """Note what the run changes, as it was."""
         known = [(names, _own(names)) for names in _holders(self._modules)]
         every = [value for _, before in known for value in before.values()]
-        values = {id(t): (t, version_of(t), t.clone()) for t in filter(_may_be_written, every)}
-        containers = {id(c): (c, copy.copy(c)) for c in filter(_may_be_filled, every)}
+        containers = {id(c): (c, _copied(c)) for c in filter(_may_be_filled, every)}
+        tensors = filter(_may_be_written, [*every, *_items(c for c, _ in containers.values())])
+        values = {id(t): (t, version_of(t), t.clone()) for t in tensors}
         try:
             yield
         finally:
+            written = {i: clone for i, (t, v, clone) in values.items() if version_of(t) != v}
             for names, before in known:
-                self._note_changes(names, before, values, containers)
+                self._note_changes(names, before, written, containers)
 
     def _note_changes(
         self,
         names: dict[str, Any],
         before: dict[str, object],
-        values: dict[int, tuple[Tensor, int, Tensor]],
+        written: dict[int, Tensor],
         containers: dict[int, tuple[Any, Any]],
     ) -> None:
+        """`written`: tensors as they were, by the ids of those that were written into."""
         for name, value in before.items():
-            tensor, version, clone = values.get(id(value), (None, 0, None))
             container, items = containers.get(id(value), (None, None))
-            if tensor is not None and version_of(tensor) != version:
-                self._before.append((names, name, clone))
-            elif container is not None and not _has_same(container, items):
-                self._before.append((names, name, items))
+            if id(value) in written:
+                self._before.append((names, name, written[id(value)]))
+            elif container is not None and not _has_same(container, items, written):
+                self._before.append((names, name, _copied(items, written)))
             elif names.get(name, _ABSENT) is not value and not _has_graph(value):
                 self._before.append((names, name, value))
         self._before += [(names, name, _ABSENT) for name in _own(names).keys() - before.keys()]
@@ -75,7 +81,7 @@ class ForwardState:
         now = [(names, name, names.get(name, _ABSENT)) for names, name, _ in self._before]
         with torch.no_grad():
             copies: dict[int, object] = {
-                id(v): v.clone() if isinstance(v, Tensor) else copy.copy(v)
+                id(v): v.clone() if isinstance(v, Tensor) else _copied(v)
                 for _, _, v in self._before
                 if isinstance(v, (Tensor, *_CONTAINERS))
             }
@@ -96,10 +102,10 @@ def _put(values: Iterator[tuple[dict[str, Any], str, object]]) -> None:
 
 def _holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
     """The mappings of names that a forward may change. Batch norms are told not to count."""
-    for module in modules:
-        if not is_batch_norm(module):
-            yield vars(module)
-            yield module._buffers
+    every = [vars(module) for module in modules if not is_batch_norm(module)]
+    yield from every
+    yield from (names["_buffers"] for names in every)
+    yield from own_objects(map(_own, every))
 
 
 def _own(names: dict[str, Any]) -> dict[str, Any]:
@@ -119,19 +125,42 @@ def _may_be_filled(value: object) -> bool:
     """True for a container whose items a forward might change; not of results of an earlier one."""
     if not isinstance(value, _CONTAINERS):
         return False
-    return not any(map(_has_graph, value.values() if isinstance(value, dict) else value))
+    return not any(map(_has_graph, _items([value])))
 
 
-def _has_same(container: Any, items: Any) -> bool:
-    """True if a container has the items of its copy, in their order."""
-    if len(container) != len(items):
+def _copied(
+    value: Any, instead: Mapping[int, Tensor] = MappingProxyType({}), depth: int = _DEPTH
+) -> Any:
+    """A container with the same items, of which containers are copied too, and items `instead` of
+    those with these ids."""
+    if not depth or not isinstance(value, _CONTAINERS):
+        return instead.get(id(value), value)
+    other = copy.copy(value)
+    if isinstance(other, set):
+        return other
+    places = other.items() if isinstance(other, dict) else enumerate(other)
+    for place, item in list(places):
+        other[place] = _copied(item, instead, depth - 1)
+    return other
+
+
+def _items(containers: Iterable[Any], depth: int = _DEPTH) -> Iterator[object]:
+    for container in containers if depth else ():
+        items = list(container.values() if isinstance(container, dict) else container)
+        yield from items
+        yield from _items((c for c in items if isinstance(c, _CONTAINERS)), depth - 1)
+
+
+def _has_same(container: Any, items: Any, written: Container[int]) -> bool:
+    """True if a container has the items of its copy, in their order, and none was written into."""
+    if container is items or not isinstance(container, _CONTAINERS):
+        return container is items and id(container) not in written
+    if type(container) is not type(items) or len(container) != len(items):
         return False
-    pairs = [(c.items() if isinstance(c, dict) else c) for c in (container, items)]
-    if isinstance(container, dict):
-        return all(
-            one[0] == other[0] and one[1] is other[1] for one, other in zip(*pairs, strict=True)
-        )
-    return all(one is other for one, other in zip(*pairs, strict=True))
+    if isinstance(container, dict) and list(container) != list(items):
+        return False
+    pairs = zip(_items([container], 1), _items([items], 1), strict=True)
+    return all(_has_same(one, other, written) for one, other in pairs)
 
 
 def _has_graph(value: object) -> bool:
