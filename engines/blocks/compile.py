@@ -53,8 +53,10 @@ def compile_blocks(
     `local`: first names of the parameters of this rank's stages, in a pipeline; blocks of other
     ranks are left alone.
     """
+    from profiles.torch_compat.compiled_state import KEEPS_STATE  # inductor takes long to import
+
     names = {parameter: name for name, parameter in model.named_parameters()}
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
         if local is None or all(names[parameter] in local for parameter in block.parameters()):
-            block.compile()
+            block.compile(options=KEEPS_STATE)

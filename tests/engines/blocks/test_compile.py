@@ -36,6 +36,27 @@ class Stack(nn.Module):
         return out
 
 
+class Annealed(nn.Module):
+    """Counts its forwards in a buffer and halves a number, in place, and computes with both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.heat = nn.Linear(6, 6), torch.tensor(1.0)
+        self.register_buffer("calls", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        self.heat.mul_(0.5)
+        y: Tensor = torch.tanh(self.inner(x)) * self.get_buffer("calls")
+        return y * self.heat
+
+
+class AnnealedStack(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Annealed() for _ in range(3))
+
+
 STACK = Case(Stack, CASES["lstm"].batch)
 CPU = torch.device("cpu")
 PLAN = "pp=2 schedule=1f1b microbatches=2 stages=blocks.1 compile=true recompute=full"
@@ -66,6 +87,21 @@ def test_blocks_of_a_ranks_stages_are_compiled_and_train_the_same(pool: Pool) ->
         assert graphs > 0
     assert first[2] == [True, False, False]
     assert second[2] == [False, True, True]
+
+
+def test_gradients_of_a_compiled_block_see_the_state_that_its_forward_saw() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    warnings.simplefilter("default")
+    case = Case(AnnealedStack, STACK.batch)
+    reference, parallel = spread(case, "compile=true")
+    errors = []
+    for _ in range(2):
+        reference_loss(reference, case, case.batch(4)).backward()
+        parallel.forward_backward(case.batch(4))
+        errors.append(gradient_error(parallel, reference))
+        reference.zero_grad()
+        parallel.optimizer.zero_grad()
+    assert max(errors) < 1e-5
 
 
 def test_a_missing_compiler_is_refused_with_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
