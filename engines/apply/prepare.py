@@ -12,6 +12,7 @@ from engines.apply.proofs import (
     prove_sequence,
     see_parts,
 )
+from engines.blocks.compile import require_unchanged
 from engines.data.batch_norm import warn_of_microbatches
 from engines.offload.pool import Folder, open_pool
 from engines.optional.data_parallel import one_process_plan
@@ -47,6 +48,10 @@ def prepare(
         build.layers = prove_layers(build, sample, proofs.layers)
     with all_ranks_succeed("proving the split of sequences", timeout_s=world.timeout_s):
         build.sequence = prove_sequence(build, sample, proofs.sequence)
+    if plan.compile:
+        with all_ranks_succeed("looking at compiled blocks", timeout_s=world.timeout_s):
+            has_target = build.loss_fn is not None
+            require_unchanged(model, sample, plan, profile=build.profile, has_target=has_target)
     with all_ranks_succeed("comparing the loss of parts", timeout_s=world.timeout_s):
         seen = see_parts(build, sample)
     build.parts = agree_on_parts(build, sample, seen)

@@ -73,6 +73,11 @@ class ForwardState:
                 self._before.append((names, name, value))
         self._before += [(names, name, _ABSENT) for name in _own(names).keys() - before.keys()]
 
+    @property
+    def changed(self) -> list[str]:
+        """Names of what the first run changed for the next one, without results that it left."""
+        return [name for names, name, old in self._before if _is_kept(old, names.get(name))]
+
     @contextmanager
     def second(self) -> Iterator[None]:
         """Run with what was noted. In place of a tensor or container that was changed there is
@@ -90,6 +95,14 @@ class ForwardState:
             yield
         finally:
             _put(iter(now))
+
+
+def _is_kept(old: object, new: object) -> bool:
+    if isinstance(old, Tensor):
+        return isinstance(new, Tensor) and not _has_graph(new)
+    if isinstance(old, bool | int | float | complex | str):
+        return old != new
+    return isinstance(old, _CONTAINERS)
 
 
 def _put(values: Iterator[tuple[dict[str, Any], str, object]]) -> None:

@@ -121,6 +121,58 @@ def test_compile_with_recompute_refuses_batch_statistics_by_name() -> None:
         require_compilable(model, plan, profile=profile_of(case, model), device=CPU)
 
 
+class Counting(nn.Module):
+    """Leaves its output behind, and changes what `keeps` says before it computes with it."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.inner, self.keeps = nn.Linear(6, 6), keeps
+        self.calls, self.mean, self.past = 0, torch.zeros(6), {"heats": [1.0]}
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps == "calls":
+            self.calls += 1
+        elif self.keeps == "mean":
+            self.mean = 0.5 * self.mean + x.detach().mean(0)
+        elif self.keeps == "past":
+            self.past["heats"].append(0.5 * self.past["heats"][-1])
+        y: Tensor = (
+            torch.tanh(self.inner(x - self.mean)) * (1 + self.calls) * self.past["heats"][-1]
+        )
+        self.last = y
+        return y
+
+
+class CountingStack(Stack):
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting(keeps) for _ in range(3))
+
+
+@pytest.mark.parametrize("keeps", ["calls", "mean", "past"])
+def test_compile_with_recompute_refuses_what_a_block_keeps_by_name(keeps: str) -> None:
+    case = Case(lambda: CountingStack(keeps), STACK.batch)
+    for recompute in ("full", "selective"):
+        with pytest.raises(
+            PlanError, match=rf"the forward of `blocks\.0` changes `{keeps}`: torch"
+        ):
+            spread(case, f"compile=true recompute={recompute}")
+
+
+def test_compile_with_recompute_takes_blocks_that_leave_results_behind() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    warnings.simplefilter("default")
+    case = Case(lambda: CountingStack("nothing"), STACK.batch)
+    reference, parallel = spread(case, "compile=true recompute=full")
+    for _ in range(2):
+        reference.zero_grad()
+        parallel.optimizer.zero_grad()
+        reference_loss(reference, case, case.batch(4)).backward()
+        parallel.forward_backward(case.batch(4))
+    assert gradient_error(parallel, reference) < 1e-5
+
+
 def test_a_model_without_blocks_has_nothing_to_compile() -> None:
     case = CASES["lstm"]
     refusals = problems(Plan.parse("compile=true"), profile_of(case, case.build()), cpu_ranks(1))
