@@ -2,8 +2,9 @@
 between units on a rank with two stages.
 
 Buffers and plain attributes of modules, and of objects that they keep (moments, counters,
-temperatures, caches), may be changed in place or replaced, and lists, dicts and sets that are
-attributes may get other items. The second run sees them as the first one did, and leaves no trace.
+temperatures, caches), may be changed in place or replaced, lists, dicts and sets that are
+attributes may get other items, and generators may be drawn from. The second run sees them as the
+first one did, and leaves no trace.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.fakes.own_objects import own_objects
+from profiles.capture.fakes.object_states import ObjectState, object_states
 from profiles.torch_compat import is_batch_norm, version_of
 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -39,11 +40,16 @@ class ForwardState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = modules
         self._before: list[tuple[dict[str, Any], str, object]] = []
+        self._objects: list[ObjectState] = []
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Note what the run changes, as it was."""
-        known = [(names, _own(names)) for names in _holders(self._modules)]
+        holders = list(_holders(self._modules))
+        objects = object_states(map(_own, holders))
+        self._objects = [state for state in objects if state.names is None]
+        holders += [state.names for state in objects if state.names is not None]
+        known = [(names, _own(names)) for names in holders]
         every = [value for _, before in known for value in before.values()]
         containers = {id(c): (c, _copied(c)) for c in filter(_may_be_filled, every)}
         tensors = filter(_may_be_written, [*every, *_items(c for c, _ in containers.values())])
@@ -90,11 +96,16 @@ class ForwardState:
                 for _, _, v in self._before
                 if isinstance(v, (Tensor, *_CONTAINERS))
             }
+        objects = [state.now() for state in self._objects]
         _put((names, name, copies.get(id(value), value)) for names, name, value in self._before)
+        for state in self._objects:
+            state.put(state.part)
         try:
             yield
         finally:
             _put(iter(now))
+            for state in objects:
+                state.put(state.part)
 
 
 def _is_kept(old: object, new: object) -> bool:
@@ -115,10 +126,10 @@ def _put(values: Iterator[tuple[dict[str, Any], str, object]]) -> None:
 
 def _holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
     """The mappings of names that a forward may change. Batch norms are told not to count."""
-    every = [vars(module) for module in modules if not is_batch_norm(module)]
-    yield from every
-    yield from (names["_buffers"] for names in every)
-    yield from own_objects(map(_own, every))
+    for module in modules:
+        if not is_batch_norm(module):
+            yield vars(module)
+            yield module._buffers
 
 
 def _own(names: dict[str, Any]) -> dict[str, Any]:

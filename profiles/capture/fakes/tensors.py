@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from profiles.capture.fakes.own_objects import own_objects
+from profiles.capture.fakes.object_states import object_states
 from profiles.torch_compat import fake_tensors
 
 # Standard deviation of random parameters in place of those on the meta device: small, so that
@@ -92,7 +92,7 @@ def stand_ins(
     Every module gets a copy of its attributes with the tensors in them replaced, also those in
     plain lists and dicts, and so do objects of the user's own classes that it keeps. Whatever a
     forward does to its module (buffers, caches, hooks) it does to the copy: at the end the modules
-    are as they were, and so are the random number generators.
+    are as they were, and so are the random number generators, also those that modules keep.
     """
     with nullcontext() if copies else fake_tensors(), preserved_random_state():
         fakes = Fakes(cast=cast, copies=copies)
@@ -105,21 +105,19 @@ def replaced(modules: Sequence[nn.Module], of: Callable[[Tensor], Tensor]) -> It
     """Inside, the modules have copies of their attributes, with `of` each tensor in its place."""
     every = {id(part): part for module in modules for part in module.modules()}
     originals = [(module, module.__dict__) for module in every.values()]
-    own = [(names, dict(names)) for names in own_objects(names for _, names in originals)]
+    own = object_states(names for _, names in originals)
     try:
         made: dict[int, object] = {}
         for module, attributes in originals:
             _set_attributes(module, {name: copied(v, of, made) for name, v in attributes.items()})
-        for names, attributes in own:
-            names.update({name: copied(v, of, made) for name, v in attributes.items()})
+        for state in own:
+            state.put(copied(state.part, of, made))
         yield
     finally:
         for module, attributes in originals:
             _set_attributes(module, attributes)
-        for names, attributes in own:
-            for name in names.keys() - attributes.keys():
-                del names[name]
-            names.update(attributes)
+        for state in own:
+            state.put(state.part)
 
 
 def _set_attributes(module: nn.Module, attributes: Mapping[str, object]) -> None:

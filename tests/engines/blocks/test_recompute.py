@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,15 +131,19 @@ class Cache:
 
 
 class Caching(nn.Module):
-    """Computes with what it keeps in an object: numbers, tensors, and lists in a dict."""
+    """Computes with what it keeps in an object (numbers, tensors, lists in a dict), with an array
+    and with draws from a generator of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.out, self.caches = nn.Linear(6, 6), [Cache()]
+        self.counts, self.noise = np.zeros(1), torch.Generator().manual_seed(1)
         self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
+            self.counts += 1
+            x = x * float(self.counts[0]) + torch.rand(6, generator=self.noise)
             x = x + self.caches[0].add(x)
             self.forwards.fill_(self.caches[0].calls)
         return x + self.out(torch.tanh(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -32,6 +33,17 @@ class Tally:
         return self.mean
 
 
+class Past(list[float]):
+    """A list of the user's own."""
+
+
+class Tick:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Careless(nn.Module):
     """A forward that changes everything it can reach, and holds tensors that nobody registered."""
 
@@ -45,12 +57,19 @@ class Careless(nn.Module):
         self.table = {"scale": torch.full((4,), 2.0)}
         self.hidden = [nn.Linear(4, 4)]  # not a submodule
         self.tallies = {"of inputs": [Tally()]}
+        self.past, self.tick, self.array = Past([1.0]), Tick(), np.zeros(2)
+        self.noise = torch.Generator().manual_seed(1)
+        self.draws = np.random.default_rng(1), random.Random(1)
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
         self.last = x
         self.cache.append(x)
         x = x - self.tallies["of inputs"][0].note(x)
+        self.past.append(2.0)
+        self.tick.count += 1
+        self.array += 1
+        torch.rand(3, generator=self.noise), self.draws[0].random(), self.draws[1].random()
         self.register_buffer("late", x.detach())
         random.random(), np.random.rand(), torch.rand(3)
         x = self.norm(self.hidden[0](self.linear(x))) * self.table["scale"]
@@ -91,6 +110,7 @@ def test_capture_leaves_model_objects_in_it_and_random_state_unchanged(kind: Num
     random_before = random_state()
     table = model.table["scale"]
     [tally] = model.tallies["of inputs"]
+    noise_before, draws_before = model.noise.get_state(), copy.deepcopy(model.draws)
     tally_before, rows_before = dict(vars(tally)), dict(tally.seen)
     capture(model, sample, numerics=(kind,))
     assert random_state() == random_before
@@ -99,6 +119,12 @@ def test_capture_leaves_model_objects_in_it_and_random_state_unchanged(kind: Num
     assert model.table["scale"] is table
     assert vars(tally) == tally_before  # the same tensors: two of them would not compare
     assert tally.seen == rows_before
+    assert model.past == [1.0, 2.0]
+    assert model.tick.count == 1
+    assert model.array.tolist() == [1, 1]
+    assert torch.equal(model.noise.get_state(), noise_before)
+    assert model.draws[0].random() == draws_before[0].random()
+    assert model.draws[1].random() == draws_before[1].random()
     assert all(p.grad is g for p, g in zip(model.hidden[0].parameters(), hidden, strict=True))
 
 
