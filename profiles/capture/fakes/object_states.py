@@ -117,6 +117,11 @@ class ObjectState:
         return ObjectState(self._value, self._kind)
 
     @property
+    def has_items(self) -> bool:
+        """True if it is attributes or items, and not a state of its own kind."""
+        return self._kind in _OF_OWN
+
+    @property
     def names(self) -> dict[str, Any] | None:
         """Its attributes themselves, where it is those."""
         return vars(self._value) if self._kind is _ATTRIBUTES else None

@@ -111,7 +111,8 @@ def replaced(modules: Sequence[nn.Module], of: Callable[[Tensor], Tensor]) -> It
         for module, attributes in originals:
             _set_attributes(module, {name: copied(v, of, made) for name, v in attributes.items()})
         for state in own:
-            state.put(copied(state.part, of, made))
+            if state.has_items:
+                state.put(copied(state.part, of, made))
         yield
     finally:
         for module, attributes in originals:
