@@ -7,6 +7,7 @@ from engines.context.context import Context
 from engines.data.batch_norm import synchronise_batch_norms
 from engines.experts.experts import Experts
 from engines.pipeline.recording import Shares
+from engines.pipeline.stage_trial import require_own_units_suffice
 from engines.plan import Recompute
 from engines.runtime.failures import all_ranks_succeed
 from engines.tensor.collectives import SEQUENCE
@@ -18,13 +19,19 @@ from profiles.capture.batch.rows import batch_size, split_rows
 def make_stages(build: Build, sample: Batch | None) -> None:
     """Keep this rank's pipeline stages and free the parameters of the others.
 
-    Stages that cannot run, or microbatches of several sizes, are refused on `sample`, where one is
-    given.
+    Stages that cannot run, that need more than tensors of the others, or microbatches of several
+    sizes, are refused on `sample`, where one is given.
     """
     if build.plan.pp == 1:
         return
     from engines.pipeline.pipeline import Pipeline  # torch's pipelining takes a while to import
 
+    if sample is not None and not build.world.is_fake:
+        with all_ranks_succeed("trying the stages", timeout_s=build.world.timeout_s):
+            if build.world.rank == 0:
+                require_own_units_suffice(
+                    build.model, build.plan, sample, build.loss_fn, profile=build.profile
+                )
     layers = build.layers
     build.pipeline = Pipeline(
         build.model,

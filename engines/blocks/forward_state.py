@@ -80,6 +80,12 @@ class ForwardState:
         self._before += [(names, name, _ABSENT) for name in _own(names).keys() - before.keys()]
 
     @property
+    def is_changed(self) -> bool:
+        """True if the first run changed anything, or might have: of some objects that is not
+        known."""
+        return bool(self._before or self._objects)
+
+    @property
     def changed(self) -> list[str]:
         """Names of what the first run changed for the next one, without results that it left."""
         return [name for names, name, old in self._before if _is_kept(old, names.get(name))]

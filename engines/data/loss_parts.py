@@ -63,7 +63,7 @@ def seen_on(
     parameters, a sample without values.
     """
     unseen = LossParts(terms=profile.loss_terms)
-    batch = _few_rows(model, sample, profile)
+    batch = few_rows(model, sample, profile)
     if batch is None:
         return unseen
     dims = profile.batch_dims or None
@@ -196,7 +196,7 @@ def _is_alike(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.allclose(one, other, rtol=TOLERANCE, equal_nan=True)
 
 
-def _few_rows(model: nn.Module, sample: Batch, profile: ModelProfile) -> Batch | None:
+def few_rows(model: nn.Module, sample: Batch, profile: ModelProfile) -> Batch | None:
     """The rows to run; None where nothing can be run, or seen of it."""
     parameters = list(model.parameters())
     dims = profile.batch_dims or None
@@ -243,9 +243,9 @@ def _run(
     with torch.inference_mode(False), torch.enable_grad(), stand_ins(modules, copies=True) as fakes:
         for module in model.modules():
             module.training &= is_training and not is_batch_norm(module)
-        _fill_zeros(model)
+        fill_zeros(model)
         given = map_batch(fakes.of, batch)
-        before = _random_state()
+        before = random_state()
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         losses: list[float] = []
         changed: dict[str, Tensor] = {}
@@ -256,7 +256,7 @@ def _run(
                 losses.append(float(loss_of(output, given, loss_fn).detach()))
                 if len(losses) == 1:
                     changed = _changed(model, buffers)
-        if before != _random_state():
+        if before != random_state():
             return None
         return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, is_training)
 
@@ -266,7 +266,7 @@ def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor
     return {n: after[n].clone() for n, old in before.items() if not torch.equal(old, after[n])}
 
 
-def _fill_zeros(model: nn.Module) -> None:
+def fill_zeros(model: nn.Module) -> None:
     """Give weights that begin as zeros some numbers: nothing else would reach the loss."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -275,6 +275,6 @@ def _fill_zeros(model: nn.Module) -> None:
                 parameter.normal_(std=0.02, generator=generator)
 
 
-def _random_state() -> tuple[object, ...]:
+def random_state() -> tuple[object, ...]:
     array = tuple(np.random.get_state())[2]  # its place; the rest changes with it
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), array

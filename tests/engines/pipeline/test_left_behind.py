@@ -107,6 +107,43 @@ class Early(nn.Module):
         return out
 
 
+class Told(nn.Linear):
+    """Adds to a list that others have too, and multiplies by its length."""
+
+    def __init__(self, told: list[int], out: int) -> None:
+        super().__init__(WIDTH, out)
+        self.told = told
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.told.append(1)
+        return super().forward(x) * len(self.told)
+
+
+class Telling(Around):
+    """Two of its units hand on a number in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[int] = []
+        self.inner, self.leave = Told(self.told, WIDTH), Told(self.told, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.told.clear()
+        return super().forward(x)
+
+
+class Asking(Around):
+    """Code between units computes with the length of a list of a unit's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Told([], WIDTH)
+
+    def between(self, x: Tensor) -> Tensor:
+        assert isinstance(self.inner, Told)
+        return x / (1 + len(self.inner.told))
+
+
 COLLECTED: list[int] = []
 
 
@@ -150,9 +187,9 @@ def test_a_profile_names_what_is_left(
     assert flow.attributes_between == attributes
 
 
-def _refusal(kind: type[Around]) -> str:
-    with pytest.raises(PlanError) as refusal:
-        spread(case(kind), PLAN, rows=ROWS)
+def _refusal(kind: type[Around], plan: str = PLAN) -> str:
+    with pytest.raises((PlanError, RankError)) as refusal:
+        spread(case(kind), plan, rows=ROWS)
     return refusal.value.what
 
 
@@ -172,12 +209,22 @@ def test_stages_without_what_others_computed_are_refused(
         assert said in what
 
 
-def _trained() -> tuple[float, float]:
-    reference, parallel = spread(case(Shows), PLAN, rows=ROWS)
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", [Telling, Asking])
+def test_stages_whose_units_compute_with_what_units_of_others_count_are_refused(
+    pool: Pool, kind: type[Around]
+) -> None:
+    plan = PLAN.replace("inner", "leave")
+    for what in pool.run(_refusal, kind, plan, world_size=2):
+        assert "the output of `leave` is another one on the stage that begins with `leave`" in what
+
+
+def _trained(kind: type[Around]) -> tuple[float, float]:
+    reference, parallel = spread(case(kind), PLAN, rows=ROWS)
     optimizer = sgd(list(reference.parameters()))
     for _ in range(2):
         optimizer.zero_grad()
-        reference_loss(reference, case(Shows), batch(ROWS)).backward()  # type: ignore[no-untyped-call]
+        reference_loss(reference, case(kind), batch(ROWS)).backward()  # type: ignore[no-untyped-call]
         parallel.forward_backward(local_rows(parallel, batch(ROWS), ROWS))
         gradient = gradient_error(parallel, reference)
         optimizer.step()
@@ -187,8 +234,9 @@ def _trained() -> tuple[float, float]:
 
 
 @pytest.mark.dist
-def test_what_nothing_computes_with_stays_possible(pool: Pool) -> None:
-    for gradient, parameter in pool.run(_trained, world_size=2):
+@pytest.mark.parametrize("kind", [Shows, Telling, Asking])
+def test_what_no_other_stage_computes_with_stays_possible(pool: Pool, kind: type[Around]) -> None:
+    for gradient, parameter in pool.run(_trained, kind, world_size=2):
         assert gradient < 1e-5
         assert parameter < 1e-5
 
