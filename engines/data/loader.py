@@ -9,7 +9,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ from engines.runtime.rank_agreement import Topic
 from profiles.capture.batch.call import Batch
 from profiles.capture.batch.dims import Dims
 from profiles.capture.batch.rows import batch_size, split_rows
+from profiles.capture.fakes.object_states import ObjectState, generator_states
 from profiles.errors import BatchError, InputError, a_type
 from profiles.model.profile import ModelProfile
 
@@ -98,6 +99,7 @@ class ShardedLoader:
         self._indices: _ReplicaBatches | None = None
         self._sampler: DistributedSampler[object] | None = None
         self._generator: torch.Generator | None = None
+        self._samplers: list[object] = []
         self._pass = _Pass()
         self._resumed: _Pass | None = None
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -111,6 +113,7 @@ class ShardedLoader:
             # replicas augment differently.
             self._generator = loader.generator or torch.Generator().manual_seed(seed + replica)
             self._source = _with_batches(loader, self._indices, self._generator)
+            self._samplers = [loader.batch_sampler, inner]
         elif not isinstance(inner, SequentialSampler):
             raise InputError(
                 "a DataLoader with batch_size=None and its own order cannot be split: ranks would"
@@ -164,13 +167,10 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[Batch]:
         resumed, self._resumed = self._resumed, None
         if resumed is None:
-            self._pass = _Pass(epoch=self.epoch, random=random_states())
-            if self._generator is not None:
-                self._pass.generator = self._generator.get_state()
+            self._pass = _Pass(self.epoch, 0, random_states(), *self._drawn())
         else:
             self._pass = resumed
-            if self._generator is not None and resumed.generator is not None:
-                self._generator.set_state(resumed.generator)
+            self._draw_from(resumed)
         self.epoch = self._pass.epoch + 1
         self._passes += 1
         self._note_place()
@@ -197,13 +197,34 @@ class ShardedLoader:
             loader=self._number, passes=self._passes, batches=self._pass.batches
         )
 
+    def _drawn(self) -> tuple[torch.Tensor | None, list[Any]]:
+        """Where the loader's generator is by now, and those of its samplers."""
+        generator = self._generator.get_state() if self._generator is not None else None
+        return generator, [state.part for state in self._of_samplers()]
+
+    def _draw_from(self, start: _Pass) -> None:
+        if self._generator is not None and start.generator is not None:
+            self._generator.set_state(start.generator)
+        for state, part in zip(self._of_samplers(), start.samplers, strict=False):
+            state.put(part)
+
+    def _of_samplers(self) -> list[ObjectState]:
+        return [
+            state
+            for each in self._samplers
+            for state in generator_states(getattr(each, "__dict__", {}))
+        ]
+
     def state_dict(self) -> dict[str, Any]:
         """The place in the data: of the next batch of this pass, for a resumed training."""
+        of = self._pass
+        generator, samplers = (of.generator, of.samplers) if of.random else self._drawn()
         state: dict[str, Any] = {
-            "epoch": self._pass.epoch if self._pass.random else self.epoch,
-            "batches": self._pass.batches,
-            "random": self._pass.random,
-            "generator": self._pass.generator,
+            "epoch": of.epoch if of.random else self.epoch,
+            "batches": of.batches,
+            "random": of.random,
+            "generator": generator,
+            "samplers": samplers,
         }
         if self._is_stateful:
             state["source"] = cast(Any, self._source).state_dict()
@@ -217,10 +238,12 @@ class ShardedLoader:
         """
         self.epoch = state["epoch"]
         self._resumed = None
-        if state["random"] is not None:
-            self._resumed = _Pass(
-                state["epoch"], state["batches"], state["random"], state["generator"]
-            )
+        at = _Pass(self.epoch, state["batches"], state["random"], state["generator"])
+        at.samplers = state.get("samplers", [])  # earlier saves have none
+        if at.random is not None:
+            self._resumed = at
+        else:
+            self._draw_from(at)
         if self._is_stateful and "source" in state:
             cast(Any, self._source).load_state_dict(state["source"])
 
@@ -282,12 +305,13 @@ class ShardedLoader:
 @dataclass(slots=True)
 class _Pass:
     """One pass over the data: its epoch, the batches handed out, and the random states and those
-    of the loader's generator when it began."""
+    of the generators of the loader and its samplers when it began."""
 
     epoch: int = 0
     batches: int = 0
     random: dict[str, Any] | None = None
     generator: torch.Tensor | None = None
+    samplers: list[Any] = field(default_factory=list)
 
 
 class _ReplicaBatches(Sampler[list[int]]):

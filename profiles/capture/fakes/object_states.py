@@ -84,7 +84,7 @@ _OF_OWN = (
     _Kind(lambda v: isinstance(v, dict), dict, _put_items),
     _Kind(lambda v: isinstance(v, list | deque), list, _put_items),
 )
-_OF_OTHERS = (
+_GENERATORS = (
     _Kind(_is(torch.Generator), lambda v: v.get_state(), lambda v, state: v.set_state(state)),
     _Kind(_is(random.Random), lambda v: v.getstate(), lambda v, state: v.setstate(state)),
     _Kind(_is(np.random.RandomState), lambda v: v.get_state(), lambda v, s: v.set_state(s)),
@@ -93,6 +93,9 @@ _OF_OTHERS = (
         lambda v: v.bit_generator.state,
         lambda v, state: setattr(v.bit_generator, "state", state),
     ),
+)
+_OF_OTHERS = (
+    *_GENERATORS,
     _Kind(
         lambda v: isinstance(v, np.ndarray) and v.nbytes <= MOST_BYTES and v.flags.writeable,
         np.copy,
@@ -142,6 +145,16 @@ def object_states(attributes: Iterable[Mapping[str, object]]) -> list[ObjectStat
         states += found
         level = [value for state in found for value in _in_part(state.part)]
     return states
+
+
+def generator_states(attributes: Mapping[str, object]) -> list[ObjectState]:
+    """Of the random generators among these, in their order."""
+    return [
+        ObjectState(value, kind)
+        for value in attributes.values()
+        for kind in _GENERATORS
+        if kind.has(value)
+    ]
 
 
 def _in_part(part: object) -> Iterable[object]:

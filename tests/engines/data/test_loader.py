@@ -16,6 +16,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Sampler,
     TensorDataset,
 )
@@ -223,6 +224,65 @@ def test_samplers_of_the_users_own_draw_alike_on_every_replica(library: str) -> 
     order = [row for a, b in zip(*runs, strict=True) for row in a + b]
     assert sorted(order) == list(range(16))
     assert order != list(range(16))
+
+
+class Drawing(Sampler[int]):
+    """Rows in an order that a generator of its own draws."""
+
+    def __init__(self, kind: str) -> None:
+        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(10))
+        if self.kind == "python":
+            self.python.shuffle(order)
+        else:
+            self.numpy.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return 10
+
+
+def _drawing_loader(kind: str) -> DataLoader[Tensor]:
+    own, rows = torch.Generator().manual_seed(3), Rows(10)
+    if kind == "loader":
+        return DataLoader(rows, batch_size=4, shuffle=True, generator=own)
+    sampler = RandomSampler(rows, generator=own) if kind == "torch" else Drawing(kind)
+    if kind == "numpy":
+        return DataLoader(rows, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+    return DataLoader(rows, batch_size=4, sampler=sampler)
+
+
+@pytest.mark.parametrize("taken", [3, 4, 5, 6])
+@pytest.mark.parametrize("kind", ["loader", "torch", "python", "numpy"])
+def test_a_resumed_pass_goes_on_in_the_order_of_generators_that_samplers_have(
+    kind: str, taken: int
+) -> None:
+    """Of three batches a pass; after 3 and 6 the pass has ended, or is about to."""
+    sharded = ShardedLoader(_drawing_loader(kind), replica=0, replicas=1, seed=5)
+    undisturbed = [
+        (batch.flatten().tolist(), sharded.state_dict()) for _ in range(3) for batch in sharded
+    ]
+    resumed = ShardedLoader(_drawing_loader(kind), replica=0, replicas=1, seed=5)
+    resumed.load_state_dict(undisturbed[taken - 1][1])
+    rest = [batch.flatten().tolist() for _ in range(3) for batch in resumed]
+    wanted = [rows for rows, _ in undisturbed[taken:]]
+    assert rest[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize("kind", ["loader", "torch", "python", "numpy"])
+def test_a_pass_after_a_save_between_two_draws_the_order_that_it_would_have_drawn(
+    kind: str,
+) -> None:
+    sharded = ShardedLoader(_drawing_loader(kind), replica=0, replicas=1, seed=5)
+    list(sharded)
+    between = sharded.state_dict()
+    resumed = ShardedLoader(_drawing_loader(kind), replica=0, replicas=1, seed=5)
+    resumed.load_state_dict(between)
+    rows = [[batch.flatten().tolist() for batch in loader] for loader in (resumed, sharded)]
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("library", SHUFFLES)
