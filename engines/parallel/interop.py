@@ -57,6 +57,34 @@ class InteropMixin(nn.Module):
             return self._refused(name)
         return value
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For copies and pickles; in one process alone.
+
+        Raises:
+            InputError: it has a part of the model, and connections to other ranks.
+        """
+        if self._world.size > 1:
+            raise InputError(
+                "a model that is spread over ranks is neither copied nor pickled: it has"
+                " connections to them",
+                where=f"plan: {self.plan}",
+                hints=[
+                    "an average of parameters (`AveragedModel`) keeps a clone of each of"
+                    " `parallel.named_parameters()`, and `parallel.register` saves those by name",
+                    "whole tensors are in `parallel.state_dict()`",
+                ],
+            )
+        return super().__reduce_ex__(protocol)
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        """Take what `state_dict` gave as a part of another module (`AveragedModel`): names of the
+        user's module, where torch looks below `module.`."""
+        inner = f"{prefix}module."
+        for name in [name for name in state if not name.startswith(inner)]:
+            if name.startswith(prefix):
+                state[inner + name.removeprefix(prefix)] = state.pop(name)
+        super()._load_from_state_dict(state, prefix, *others)
+
     @property
     def _is_whole(self) -> bool:
         """True if the user's module runs on this rank as it would in one process."""

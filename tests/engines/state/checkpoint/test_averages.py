@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from profiles.errors import FileError, InputError
 from tests.engines.parity import alone, local_rows, parallelize, reference_loss, relative
@@ -89,6 +90,38 @@ def test_an_average_goes_on_under_another_plan(
     pool.run(followed, first, str(tmp_path), world_size=2 if first else 1)
     for got in pool.run(followed, then, "", str(tmp_path), world_size=2):
         assert max(relative(got[name], value) for name, value in wanted.items()) < 1e-5
+
+
+def test_torchs_averaged_model_of_one_process_is_loaded(tmp_path: Path) -> None:
+    averages = []
+    for steps in ((4, 6, 3), (3,)):
+        case, _, parallel = parallelize("tied-frozen-unused", "")
+        average = AveragedModel(parallel, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+        parallel.register(average=average)
+        if len(steps) == 1:
+            parallel.load(tmp_path)
+        for rows in steps:
+            parallel.train_step(local_rows(parallel, case.batch(rows), rows))
+            average.update_parameters(parallel)
+            if rows == 6:
+                parallel.save(tmp_path)
+        averages.append({name: p.detach().clone() for name, p in average.named_parameters()})
+    undisturbed, resumed = averages
+    assert all(torch.equal(resumed[name], value) for name, value in undisturbed.items())
+
+
+def _copied(plan: str) -> str:
+    _, _, parallel = parallelize("tied-frozen-unused", plan)
+    with pytest.raises(InputError, match="neither copied nor pickled") as refusal:
+        AveragedModel(parallel)
+    return str(refusal.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_a_copy_of_a_spread_model_is_refused_with_what_to_keep(pool: Pool, plan: str) -> None:
+    for said in pool.run(_copied, plan, world_size=2):
+        assert "a clone of each of `parallel.named_parameters()`" in said
 
 
 class Noted:
