@@ -59,7 +59,7 @@ def warn_of_state(parts: LossParts, plan: Plan) -> None:
     would: see `LossParts`. Of batch norms it is said by `engines.data.batch_norm`."""
     state, count = parts.state, plan.data_degree * plan.forwards
     if parts.state_of_rows and count > 1:
-        follow = ", and replicas follow the first" if plan.data_degree > 1 else ""
+        follow = ", and buffers follow the first replica's" if plan.data_degree > 1 else ""
         log.warning(
             "%s. Each of the %d parts of a global batch does so by its own rows%s, as under plain"
             " DDP: that is not what one process computes. tp leaves a batch in one piece",

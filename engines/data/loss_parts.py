@@ -138,7 +138,7 @@ def seen_on(
 class _Seen:
     """A run: its loss, the targets that its cross-entropies took, the numbers that tensors were
     compared with, and the mode; `again`: the loss of the last run over the same rows, and
-    `changed`: the buffers that the first one changed, as it left them."""
+    `changed`: the buffers and attributes that the first one changed, as it left them."""
 
     loss: float
     again: float
@@ -178,7 +178,7 @@ def _cut(
     by_rows: dict[str, None],
 ) -> CutBatch | None:
     """The losses of parts of the batch; None where random numbers are drawn. `by_rows` gets the
-    buffers that a part leaves otherwise than the whole does."""
+    buffers and attributes that a part leaves otherwise than the whole does."""
     pieces = split_rows(batch, sizes, dims)
     parts = [_run(model, piece, loss_fn, is_training=seen.is_training) for piece in pieces]
     ran = [part for part in parts if part is not None]
@@ -246,7 +246,7 @@ def _run(
         fill_zeros(model)
         given = map_batch(fakes.of, batch)
         before = random_state()
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        kept = {name: tensor.clone() for name, tensor in _kept(model).items()}
         losses: list[float] = []
         changed: dict[str, Tensor] = {}
         with LossWatch(given) as watch, ComparedNumbers() as compared:
@@ -255,15 +255,29 @@ def _run(
                     output = call_model(model, given, has_target=loss_fn is not None)
                 losses.append(float(loss_of(output, given, loss_fn).detach()))
                 if len(losses) == 1:
-                    changed = _changed(model, buffers)
+                    changed = _changed(model, kept)
         if before != random_state():
             return None
         return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, is_training)
 
 
+def _kept(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and tensors that modules have as plain attributes."""
+    kept = dict(model.named_buffers())
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.requires_grad:
+                kept[f"{path}.{name}".lstrip(".")] = value
+    return kept
+
+
 def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    after = dict(model.named_buffers())
-    return {n: after[n].clone() for n, old in before.items() if not torch.equal(old, after[n])}
+    after = _kept(model)
+    return {
+        name: after[name].clone()
+        for name, old in before.items()
+        if name in after and (old.dtype != after[name].dtype or not torch.equal(old, after[name]))
+    }
 
 
 def fill_zeros(model: nn.Module) -> None:

@@ -46,7 +46,7 @@ class LossParts(Record):
         doubt: why the parts do not make up the whole by any rule.
         refusal: why the model cannot run on a part of the rows.
         state: words for what a forward changes that the next one computes with.
-        state_of_rows: words for buffers that a forward changes by the rows that it sees.
+        state_of_rows: words for buffers and attributes that a forward changes by its rows.
         state_between: where there is a `state`, names of what code between units changes, with the
             units that the forward calls before it does so last.
     """

@@ -55,6 +55,29 @@ def test_buffers_that_replicas_change_by_their_own_rows_are_warned_of(pool: Pool
         assert not second
 
 
+class Attribute(Tagger):
+    """Keeps its mean in a plain attribute, and leaves its last input behind."""
+
+    last: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean((0, 1))
+        self.last = x
+        return super().forward(x)
+
+
+@pytest.mark.dist
+def test_attributes_that_replicas_change_by_their_own_rows_are_warned_of(pool: Pool) -> None:
+    first, second = pool.run(warnings_of, "dp_shard=2", Attribute, over_a_mask, world_size=2)
+    assert len(first) == 1
+    assert "the forward changes `mean` by the rows that it sees" in first[0]
+    assert not second
+
+
 class Counting(Tagger):
     """Keeps a count in a buffer and one in an attribute, and acts on it."""
 
