@@ -10,11 +10,13 @@ first one did, and leaves no trace.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any
+from operator import is_
+from types import FunctionType, MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,9 @@ OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module: parameters, modules and hooks; buffers are looked at apart."""
 _ABSENT = object()
 _CONTAINERS = (list, dict, set, deque)
+_PLAIN = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), FunctionType, torch.dtype, torch.Size)
+)
 _DEPTH = 3
 """Containers in containers that are looked into."""
 
@@ -46,11 +51,11 @@ class ForwardState:
     def first(self) -> Iterator[None]:
         """Note what the run changes, as it was."""
         holders = list(_holders(self._modules))
-        objects = object_states(map(_own, holders))
+        known, empty = [_Held.of(n) for n in holders if n], [n for n in holders if not n]
+        objects = object_states(held.attributes for held in known if not held.is_plain())
         self._objects = [state for state in objects if state.names is None]
-        holders += [state.names for state in objects if state.names is not None]
-        known = [(names, _own(names)) for names in holders]
-        every = [value for _, before in known for value in before.values()]
+        known += [_Held.of(state.names) for state in objects if state.names is not None]
+        every: list[Any] = [v for held in known for v in held.values if type(v) not in _PLAIN]
         containers = {id(c): (c, _copied(c)) for c in filter(_may_be_filled, every)}
         tensors = filter(_may_be_written, [*every, *_items(c for c, _ in containers.values())])
         values = {id(t): (t, version_of(t), t.clone()) for t in tensors}
@@ -58,26 +63,30 @@ class ForwardState:
             yield
         finally:
             written = {i: clone for i, (t, v, clone) in values.items() if version_of(t) != v}
-            for names, before in known:
-                self._note_changes(names, before, written, containers)
+            filled = {i: n for i, (c, n) in containers.items() if not _has_same(c, n, written)}
+            changed = written.keys() | filled.keys()
+            for held in (*known, *(_Held(n, (), []) for n in empty if n)):
+                if not (held.is_same() and changed.isdisjoint(map(id, held.values))):
+                    self._note_changes(held.names, held.attributes, written, filled)
 
     def _note_changes(
         self,
         names: dict[str, Any],
         before: dict[str, object],
         written: dict[int, Tensor],
-        containers: dict[int, tuple[Any, Any]],
+        filled: dict[int, Any],
     ) -> None:
-        """`written`: tensors as they were, by the ids of those that were written into."""
+        """`written`, `filled`: tensors and containers as they were, by the ids of those that are
+        not any more."""
         for name, value in before.items():
-            container, items = containers.get(id(value), (None, None))
             if id(value) in written:
                 self._before.append((names, name, written[id(value)]))
-            elif container is not None and not _has_same(container, items, written):
-                self._before.append((names, name, _copied(items, written)))
+            elif id(value) in filled:
+                self._before.append((names, name, _copied(filled[id(value)], written)))
             elif names.get(name, _ABSENT) is not value and not _has_graph(value):
                 self._before.append((names, name, value))
-        self._before += [(names, name, _ABSENT) for name in _own(names).keys() - before.keys()]
+        new = set(_own_keys(tuple(names))) - before.keys()
+        self._before += [(names, name, _ABSENT) for name in new]
 
     @property
     def is_changed(self) -> bool:
@@ -138,9 +147,37 @@ def _holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
             yield module._buffers
 
 
-def _own(names: dict[str, Any]) -> dict[str, Any]:
-    """Those that torch did not give to every module."""
-    return {name: value for name, value in names.items() if name not in OF_TORCH}
+class _Held(NamedTuple):
+    """Values that a mapping holds under names that torch did not give to every module.
+
+    Every submodule is looked at around every call of a block: C code does most of it.
+    """
+
+    names: dict[str, Any]
+    keys: tuple[str, ...]
+    values: list[object]
+
+    @classmethod
+    def of(cls, names: dict[str, Any]) -> _Held:
+        keys = _own_keys(tuple(names))
+        return cls(names, keys, [names[key] for key in keys])
+
+    @property
+    def attributes(self) -> dict[str, object]:
+        return dict(zip(self.keys, self.values, strict=True))
+
+    def is_plain(self) -> bool:
+        """True if nothing in it could change in place."""
+        return _PLAIN.issuperset(map(type, self.values))
+
+    def is_same(self) -> bool:
+        keys = _own_keys(tuple(self.names))
+        return keys == self.keys and all(map(is_, map(self.names.__getitem__, keys), self.values))
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_keys(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in OF_TORCH)
 
 
 def _may_be_written(value: object) -> bool:

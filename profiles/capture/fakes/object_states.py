@@ -7,6 +7,7 @@ those.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections import deque
@@ -49,10 +50,17 @@ def _put_attributes(value: object, attributes: dict[str, Any]) -> None:
     names.update(attributes)
 
 
-def _slots(value: object) -> dict[str, Any]:
-    declared = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-    names = [n for each in declared for n in ([each] if isinstance(each, str) else each)]
-    return {n: getattr(value, n) for n in names if n != "__dict__" and hasattr(value, n)}
+def _slots(value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    names = _slot_names(kind)
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _slot_names(kind: type) -> tuple[str, ...]:
+    declared = (getattr(each, "__slots__", ()) for each in kind.__mro__)
+    names = (n for each in declared for n in ([each] if isinstance(each, str) else each))
+    return tuple(name for name in names if name != "__dict__")
 
 
 def _put_slots(value: object, attributes: dict[str, Any]) -> None:
@@ -136,14 +144,14 @@ def object_states(attributes: Iterable[Mapping[str, object]]) -> list[ObjectStat
     states: list[ObjectState] = []
     level = [value for names in attributes for value in names.values()]
     for _ in range(DEPTH):
-        found = [
+        new = [
             ObjectState(value, kind)
             for value in _items(level, known)
             for kind in (_OF_OWN if _is_own(value) else _OF_OTHERS)
             if kind.has(value)
         ]
-        states += found
-        level = [value for state in found for value in _in_part(state.part)]
+        states += new
+        level = [value for state in new for value in _in_part(state.part)]
     return states
 
 
