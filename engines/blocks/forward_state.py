@@ -52,10 +52,10 @@ class ForwardState:
         """Note what the run changes, as it was."""
         holders = list(_holders(self._modules))
         known, empty = [_Held.of(n) for n in holders if n], [n for n in holders if not n]
-        objects = object_states(held.attributes for held in known if not held.is_plain())
+        objects = object_states(each.attributes for each in known if not each.is_plain())
         self._objects = [state for state in objects if state.names is None]
         known += [_Held.of(state.names) for state in objects if state.names is not None]
-        every: list[Any] = [v for held in known for v in held.values if type(v) not in _PLAIN]
+        every: list[Any] = [v for each in known for v in each.values if type(v) not in _PLAIN]
         containers = {id(c): (c, _copied(c)) for c in filter(_may_be_filled, every)}
         tensors = filter(_may_be_written, [*every, *_items(c for c, _ in containers.values())])
         values = {id(t): (t, version_of(t), t.clone()) for t in tensors}
@@ -65,9 +65,9 @@ class ForwardState:
             written = {i: clone for i, (t, v, clone) in values.items() if version_of(t) != v}
             filled = {i: n for i, (c, n) in containers.items() if not _has_same(c, n, written)}
             changed = written.keys() | filled.keys()
-            for held in (*known, *(_Held(n, (), []) for n in empty if n)):
-                if not (held.is_same() and changed.isdisjoint(map(id, held.values))):
-                    self._note_changes(held.names, held.attributes, written, filled)
+            for each in (*known, *(_Held(n, (), []) for n in empty if n)):
+                if not (each.is_same() and changed.isdisjoint(map(id, each.values))):
+                    self._note_changes(each.names, each.attributes, written, filled)
 
     def _note_changes(
         self,

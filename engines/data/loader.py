@@ -198,7 +198,7 @@ class ShardedLoader:
         )
 
     def _drawn(self) -> tuple[torch.Tensor | None, list[Any]]:
-        """Where the loader's generator is by now, and those of its samplers."""
+        """States of the loader's generator, and of its samplers', by now."""
         generator = self._generator.get_state() if self._generator is not None else None
         return generator, [state.part for state in self._of_samplers()]
 

@@ -246,7 +246,7 @@ def _run(
         fill_zeros(model)
         given = map_batch(fakes.of, batch)
         before = random_state()
-        kept = {name: tensor.clone() for name, tensor in _kept(model).items()}
+        before_it = {name: tensor.clone() for name, tensor in _state_tensors(model).items()}
         losses: list[float] = []
         changed: dict[str, Tensor] = {}
         with LossWatch(given) as watch, ComparedNumbers() as compared:
@@ -255,24 +255,24 @@ def _run(
                     output = call_model(model, given, has_target=loss_fn is not None)
                 losses.append(float(loss_of(output, given, loss_fn).detach()))
                 if len(losses) == 1:
-                    changed = _changed(model, kept)
+                    changed = _changed(model, before_it)
         if before != random_state():
             return None
         return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, is_training)
 
 
-def _kept(model: nn.Module) -> dict[str, Tensor]:
+def _state_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Buffers, and tensors that modules have as plain attributes."""
-    kept = dict(model.named_buffers())
+    tensors = dict(model.named_buffers())
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not value.requires_grad:
-                kept[f"{path}.{name}".lstrip(".")] = value
-    return kept
+                tensors[f"{path}.{name}".lstrip(".")] = value
+    return tensors
 
 
 def _changed(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    after = _kept(model)
+    after = _state_tensors(model)
     return {
         name: after[name].clone()
         for name, old in before.items()

@@ -94,7 +94,7 @@ class _Argument(int):
 
 @dataclass(slots=True)
 class _Ran:
-    """What a run saw: outputs of calls, in each forward, and losses.
+    """Outputs of calls in each forward of a run, and losses.
 
     Attributes:
         draws: random numbers were drawn.
@@ -172,7 +172,7 @@ class _Trial:
     def _call(
         self, ran: _Ran, segment: Segment | None, known: dict[int, tuple[str, list[object], object]]
     ) -> Callable[[str, Callable[..., object], Any, Any], object]:
-        """What takes the place of calls in one forward."""
+        """The function in the place of calls in one forward."""
         flow, seen = self.flow, dict[int, tuple[str, list[object], object]]()
         ran.calls.append(seen)
         numbers = iter(unit_calls(flow))

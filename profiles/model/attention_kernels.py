@@ -1,5 +1,5 @@
-"""What CUDA's kernels of attention take, by the release of torch: of models as they are captured,
-and of closed forms, which do without torch."""
+"""Arguments that CUDA's kernels of attention take, by the release of torch: of models as they are
+captured, and of closed forms, which do without torch."""
 
 from __future__ import annotations
 

@@ -103,9 +103,9 @@ def _exact(plan: str, setting: Setting) -> Iterator[Row]:
     worst = largest_difference(ours[1], torchaos[1])
     note = worst.name or ""
     yield Row(term="gradients", unit=Unit.ERROR, measured=worst.value, limit=EXACT, note=note)
-    beside = largest_difference(ours[1], bf16[1]).value
-    is_bf16 = float(not beside > ROUNDED)
-    yield Row(term="is bf16", unit=Unit.ERROR, measured=is_bf16, limit=0.0, note=f"{beside:.3f}")
+    rounded = largest_difference(ours[1], bf16[1]).value
+    is_bf16 = float(not rounded > ROUNDED)
+    yield Row(term="is bf16", unit=Unit.ERROR, measured=is_bf16, limit=0.0, note=f"{rounded:.3f}")
 
 
 def _backward(model: nn.Module, ids: Tensor, targets: Tensor) -> tuple[float, dict[str, Tensor]]:

@@ -110,13 +110,13 @@ class Early(nn.Module):
 class Told(nn.Linear):
     """Adds to a list that others have too, and multiplies by its length."""
 
-    def __init__(self, told: list[int], out: int) -> None:
+    def __init__(self, numbers: list[int], out: int) -> None:
         super().__init__(WIDTH, out)
-        self.told = told
+        self.numbers = numbers
 
     def forward(self, x: Tensor) -> Tensor:
-        self.told.append(1)
-        return super().forward(x) * len(self.told)
+        self.numbers.append(1)
+        return super().forward(x) * len(self.numbers)
 
 
 class Telling(Around):
@@ -124,11 +124,11 @@ class Telling(Around):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[int] = []
-        self.inner, self.leave = Told(self.told, WIDTH), Told(self.told, 1)
+        self.numbers: list[int] = []
+        self.inner, self.leave = Told(self.numbers, WIDTH), Told(self.numbers, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.told.clear()
+        self.numbers.clear()
         return super().forward(x)
 
 
@@ -141,7 +141,7 @@ class Asking(Around):
 
     def between(self, x: Tensor) -> Tensor:
         assert isinstance(self.inner, Told)
-        return x / (1 + len(self.inner.told))
+        return x / (1 + len(self.inner.numbers))
 
 
 COLLECTED: list[int] = []

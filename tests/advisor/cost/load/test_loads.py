@@ -171,9 +171,9 @@ def test_a_rank_has_its_share_of_the_loss_of_split_logits(
     )
     stack = TORCH.model_copy(update={"loss": loss})
     split = _with_split_loss(whole, head, model, numerics, 2, tp=4, stack=stack)
-    kept = 16 * 100 / 4 * 4 if loss is Loss.MATERIALISED else 0
+    retained = 16 * 100 / 4 * 4 if loss is Loss.MATERIALISED else 0
     for name in SHARED:
-        more = kept if name in ("activation_bytes", "selective_bytes") else 0
+        more = retained if name in ("activation_bytes", "selective_bytes") else 0
         assert getattr(split, name) == amounts[name] / 4 + more, name
     assert [each.payload_bytes for each in split.exchanges] == [16 * 4] * 3
     untouched = {field.name for field in fields(UnitLoad)} - {*SHARED, "exchanges"}

@@ -137,7 +137,7 @@ def test_of_grouped_queries_in_fp32_accelerators_keep_scores_before_torch_2_14(
 
 @pytest.mark.parametrize("mask", ["none", "causal", "booleans", "numbers"])
 def test_written_out_attention_is_torch_s(mask: str) -> None:
-    """Outputs, gradients, and bytes that are kept for the backward."""
+    """Outputs, gradients, and bytes that are saved for the backward."""
     draw = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, heads, 8, 4, generator=draw) for heads in (4, 2, 2))
     masks = {"booleans": torch.rand(8, 8, generator=draw) > 0.3, "numbers": torch.randn(8, 8)}
@@ -145,23 +145,23 @@ def test_written_out_attention_is_torch_s(mask: str) -> None:
 
     def run(attend: Callable[..., Tensor]) -> tuple[list[Tensor], int]:
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        kept: dict[int, int] = {}
+        saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             out = attend(*leaves, **given)
-        nbytes = sum(kept.values())
+        nbytes = sum(saved.values())
         return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)], nbytes
 
     with sdpa_kernel(SDPBackend.MATH):
-        expected, kept = run(F.scaled_dot_product_attention)
+        expected, saved = run(F.scaled_dot_product_attention)
     got, ours = run(_written_out)
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-6)
-    assert ours == kept
+    assert ours == saved
 
 
 class OfModules(nn.Module):
