@@ -152,31 +152,36 @@ def _written_out(
     enable_gqa: bool = False,
 ) -> Tensor:
     """As `_scaled_dot_product_attention_math` runs it: 16 bits in fp32."""
-    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
-    key, value = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (key, value))
     wide = [_widened(t) for t in (query, key, value)]
     root = (scale or query.shape[-1] ** -0.5) ** 0.5
-    scores = (wide[0] * root) @ (wide[1].transpose(-2, -1) * root)
+    scaled = wide[0] * root
     if is_causal:
-        shape, device = scores.shape[-2:], scores.device
+        shape, device = (query.shape[-2], key.shape[-2]), query.device
         attn_mask = torch.ones(shape, dtype=torch.bool, device=device).tril()
-    weights = scores.softmax(-1) if attn_mask is None else safe_softmax(_masked(scores, attn_mask))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = _additive(attn_mask, scaled.dtype)
+    groups = query.shape[1] // key.shape[1] if enable_gqa else 1
+    keys, values = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in wide[1:])
+    scores = scaled @ (keys.transpose(-2, -1) * root)
+    if attn_mask is None:
+        weights = scores.softmax(-1)
+    elif attn_mask.requires_grad:
+        weights = safe_softmax(scores + attn_mask)
+    else:
+        weights = safe_softmax(scores.add_(attn_mask))
     dropped = torch.native_dropout(weights, dropout_p, True)[0] if dropout_p else weights
     handed_back = dropped.to(query.dtype)  # and not used
-    out = (dropped @ wide[2]).to(query.dtype)
+    out = (dropped @ values).to(query.dtype)
     del handed_back
     return out
 
 
-def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-    """Scores with the mask added; in place where it is not trained."""
-    if mask.dtype == torch.bool:
-        zero, hidden = (
-            torch.full((), value, dtype=scores.dtype, device=scores.device)
-            for value in (0.0, -torch.inf)
-        )
-        mask = torch.where(mask, zero, hidden)
-    return scores + mask if mask.requires_grad else scores.add_(mask)
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as numbers to be added."""
+    zero, hidden = (
+        torch.full((), value, dtype=dtype, device=mask.device) for value in (0.0, -torch.inf)
+    )
+    return torch.where(mask, zero, hidden)
 
 
 def _dropped(
