@@ -18,7 +18,7 @@ from profiles.units import format_gib
 # is set, else the second (c10/cuda/CUDAAllocatorConfig.h in their wheels); 2.9 ignored the second
 # on CUDA (pytorch/pytorch, issue 183387).
 _READS_BOTH = (2, 11)
-# Reserved over allocated, of 76 plans on an H200 and an H100: up to 1.46, under full recompute
+# Reserved over allocated, of 76 plans on an H200: up to 1.46, under full recompute
 # (`tests/validation/gpu.json`).
 LARGEST_SLACK = 0.46
 _OF_CUDA, _OF_ALL = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"

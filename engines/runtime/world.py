@@ -100,7 +100,7 @@ def join_world(*, timeout_s: float | None = None) -> World:
 
 
 def require_own_gpu(store: dist.Store, rank: int) -> None:
-    """Refuse ranks that share a GPU here: NCCL does in its first message, or waits for ever.
+    """Refuse ranks that share a GPU when they join: NCCL does in its first message.
 
     Launchers that show each rank one GPU alone call all of them 0, so that GPUs go by their ids.
 

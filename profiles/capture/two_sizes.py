@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import torch
@@ -59,6 +60,7 @@ def why_not_twice(model: nn.Module, sample: Batch, loss_fn: LossFn | None, dims:
         torch.compiler.set_stance("force_eager"),
         stand_ins(modules) as fakes,
         without_onednn(),
+        warnings.catch_warnings(action="ignore"),  # of sizes that are only tried
     ):
         try:
             batch = repeat_rows(map_batch(fakes.of, sample), 2, dims)

@@ -39,8 +39,8 @@ def gpu_count() -> int:
 def gpu_device(index: int) -> Device:
     """The catalogue's facts for this GPU with its true memory; timed where it is not in there.
 
-    Launches are timed in any case: they are the host's, and no data sheet has them. Hosts of one
-    H200 took 34 to 56 us a kernel.
+    Launches are timed in any case: they are the host's, and no data sheet has them. Two hosts of
+    an H200 took 34 and 50 us a kernel (`tests/validation/gpu.json`).
     """
     properties = torch.cuda.get_device_properties(index)
     memory = Quantity(value=properties.total_memory, source=Source.MEASURED)

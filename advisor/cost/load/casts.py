@@ -28,8 +28,8 @@ class Casts(NamedTuple):
 # scaled and clamped, two of which are there while the result is written.
 EAGER = Casts(kernels=11, moved_bytes=33, held_bytes=9)
 # As torch.compile writes it: the maximum in two kernels, a cast, and a transposed copy, which a
-# product by 8 bits takes. By its bytes: a step of a GPT of 1.3 billion parameters takes 250 ms on
-# an H200 by this, and took 268 to 275; in bf16, compiled too, 275 and 298.
+# product by 8 bits takes. By its bytes: a step of a GPT of 1.3 billion parameters takes 249 ms on
+# an H200 by this, and took 275; in bf16, compiled too, 275 and 298 (`tests/validation/gpu.json`).
 FUSED = Casts(kernels=4, moved_bytes=7, held_bytes=2)
 
 

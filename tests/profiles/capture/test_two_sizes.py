@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
+from profiles.capture.two_sizes import why_not_twice
 from profiles.errors import BatchError
 from profiles.model.profile import Numerics
 
@@ -65,3 +68,14 @@ def test_tensors_that_disagree_are_refused_with_both_sizes() -> None:
     with pytest.raises(BatchError, match="element 0 has 3, element 1 has 4") as caught:
         capture(nn.Linear(4, 2), (torch.ones(3, 4), ids(4, 1)[:, 0]), loss_fn=F.cross_entropy)
     assert "`batch_dims=`" in str(caught.value)
+
+
+def test_dimensions_that_are_only_tried_warn_of_nothing() -> None:
+    """Of 16 targets for 8 outputs, say, which no batch has."""
+    sample = torch.ones(8, 4), torch.ones(8, 1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        F.mse_loss(torch.ones(8, 1), torch.ones(16, 1).narrow(0, 0, 1))
+        assert len(seen) == 1  # of torch, in the user's own code
+        why_not_twice(nn.Linear(4, 1), sample, F.mse_loss, {"element 0": 0, "element 1": None})
+        assert len(seen) == 1

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from profiles.allocator.process_peak import peak_memory_bytes, reset_peak_memory
 from profiles.capture.capture import capture
+from profiles.capture.fakes.tensors import stand_ins
 from profiles.model.profile import Numerics
 from profiles.units import MIB
 from tests.engines.cases import CASES, TinyGPT, token_loss
@@ -74,6 +75,15 @@ class Careless(nn.Module):
         random.random(), np.random.rand(), torch.rand(3)
         x = self.norm(self.hidden[0](self.linear(x))) * self.table["scale"]
         return self.lstm(F.dropout(x))[0]
+
+
+def test_generators_that_modules_keep_draw_where_fakes_stand_in_and_are_put_back() -> None:
+    model = Careless()
+    before = model.noise.get_state()
+    with stand_ins([model]):
+        model.noise.manual_seed(2)
+        assert type(model.noise.get_state()) is Tensor  # of values, as whoever restores it wants
+    assert torch.equal(model.noise.get_state(), before)
 
 
 def state_of(model: nn.Module) -> list[object]:
