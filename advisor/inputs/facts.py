@@ -12,7 +12,7 @@ from profiles.model.profile import ModelProfile
 from profiles.model.work import AttentionKernel
 from profiles.record import Record
 from profiles.workload.stack import TORCH, Stack
-from profiles.workload.under_stack import calls_processor, under_stack
+from profiles.workload.under_stack import calls_processor, on_device, under_stack
 from profiles.workload.workload import Workload
 
 # torch/optim/adam.py, `_fused_adam`: profiles/workload/optimizers.py counts the same.
@@ -55,7 +55,8 @@ class Facts(Record):
             and isinstance(workload, Workload)
             and isinstance(stack, Stack)
         ):
-            parts["model"] = under_stack(model, _on_device(stack, model, cluster))
+            charged = on_device(model, is_processor=cluster.device.kind == "cpu")
+            parts["model"] = under_stack(charged, _on_device(stack, model, cluster))
             parts["workload"] = _updated_by(stack, workload)
             parts["stack"] = _with_moments(stack, workload)
         super().__init__(**parts)

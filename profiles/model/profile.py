@@ -55,8 +55,9 @@ class UnitCost(Record):
             gradient by its groups.
         forward_moved_bytes, backward_moved_bytes: bytes that the operations read and write in
             device memory, one operation after another, nothing fused.
-        forward_cycles, backward_cycles: of a processor's core, beyond those in which it moves these
-            bytes (`profiles.capture.operators.core_cycles`); 0 if counted from a config.
+        forward_cycles, backward_cycles: beyond those in which these bytes are moved, of a
+            processor's core (`profiles.capture.operators.core_cycles`; 0 if counted from a config),
+            or of an accelerator's multiprocessors (`profiles.model.kernel_cycles`).
         forward_kernels, backward_kernels: operations launched; those that a loop in C++ launches
             (GRU) count for less, as they take the host less.
         activation_bytes: kept from forward to backward, parameters and the batch not counted.

@@ -21,6 +21,7 @@ AMOUNTS = (
     "activation_bytes",
     "selective_activation_bytes",
 )
+CYCLES = ("forward_cycles", "backward_cycles")
 _OF_TORCH = (Loss.MATERIALISED, Loss.CHUNKED)
 _Change = dict[str, float]
 
@@ -46,6 +47,40 @@ def under_stack(model: ModelProfile, stack: Stack) -> ModelProfile:
         for kind, costs in model.glue.items()
     }
     return model.model_copy(update={"units": changed, "glue": glue, "stack": stack.name})
+
+
+def on_device(model: ModelProfile, *, is_processor: bool) -> ModelProfile:
+    """`model` without cycles that were counted of the other kind of devices."""
+    if (model.on_processor is not False) is is_processor or not _has_cycles(model):
+        return model
+    units = [
+        unit.model_copy(update={"costs": {k: _idle(c) for k, c in unit.costs.items()}})
+        for unit in model.units
+    ]
+    glue = {
+        kind: {unit: _idle(cost) for unit, cost in costs.items()}
+        for kind, costs in model.glue.items()
+    }
+    return model.model_copy(update={"units": tuple(units), "glue": glue})
+
+
+def _has_cycles(model: ModelProfile) -> bool:
+    costs = (cost for unit in model.units for cost in unit.costs.values())
+    return any(cost.forward_cycles or cost.backward_cycles for cost in costs)
+
+
+def _idle(cost: UnitCost) -> UnitCost:
+    none = dict.fromkeys(CYCLES, Affine())
+    layers = tuple(
+        layer.model_copy(
+            update={
+                "own": layer.own.model_copy(update=none),
+                "after": layer.after.model_copy(update=none),
+            }
+        )
+        for layer in cost.layers
+    )
+    return cost.model_copy(update={**none, "layers": layers})
 
 
 def calls_processor(model: ModelProfile) -> bool:

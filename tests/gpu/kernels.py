@@ -24,8 +24,10 @@ from advisor.cost.compute.rates import (
     product_efficiency,
 )
 from advisor.cost.load.work import AttentionLoad, ProductLoad
+from profiles.capture.operators.kernel_charges import operand
 from profiles.machine.bench import launch_time
 from profiles.machine.cluster import Device
+from profiles.model.kernel_cycles import COPY, POINTWISE, SUM, charge
 from profiles.model.work import AttentionKernel, ProductKind
 from profiles.units import MIB
 from profiles.workload.stack import TORCH
@@ -332,29 +334,42 @@ def _attention_rate(
 
 
 def _elementwise(setting: Setting) -> Iterator[Row]:
-    """Bytes per second of operations that are bound by memory."""
+    """Bytes per second of operations that are bound by memory, or by what multiprocessors do."""
     shape = (64, 256) if setting.is_small else (16_384, 8192)
     x = torch.randn(shape, device=setting.device, dtype=setting.dtype)
     y, scale = torch.randn_like(x), torch.ones(shape[1], device=setting.device, dtype=x.dtype)
+    wide, turned = x.float(), x.view(shape[0], -1, 64).transpose(0, 1)
     out = torch.empty_like(x)
-    passes: dict[str, tuple[Callable[[], object], int]] = {
-        "add": (lambda: torch.add(x, y, out=out), 3),
-        "gelu": (lambda: F.gelu(x), 2),
-        "layer norm": (lambda: F.layer_norm(x, shape[1:], scale, scale), 2),
-        "softmax": (lambda: F.softmax(x, dim=-1), 2),
-        "cast to fp32": (lambda: x.float(), 3),
-    }
-    for name, (work, moved) in passes.items():
-        if name == "cast to fp32" and x.dtype == torch.float32:
+    passes: dict[str, tuple[Callable[[], Tensor], str, list[Tensor]]] = {
+        "add": (lambda: torch.add(x, y, out=out), POINTWISE, [x, y]),
+        "add of two dtypes": (lambda: wide + x, POINTWISE, [wide, x]),
+        "product with a row": (lambda: x * scale, POINTWISE, [x, scale]),
+        "turned copy": (lambda: turned.contiguous(), COPY, [turned]),
+        "gelu": (lambda: F.gelu(x), "gelu", [x]),
+        "layer norm": (
+            lambda: F.layer_norm(x, shape[1:], scale, scale), "native_layer_norm", [x]
+        ),
+        "softmax": (lambda: F.softmax(x, dim=-1), "_softmax", [x]),
+        "cast to fp32": (lambda: x.float(), COPY, [x]),
+        "cast from fp32": (lambda: wide.to(x.dtype), COPY, [wide]),
+        "halves side by side": (lambda: torch.cat([x, y], dim=-1), "cat", [x, y]),
+        "sum of rows": (lambda: x.sum(0), SUM, [x]),
+    }  # fmt: skip
+    for name, (work, kernel, inputs) in passes.items():
+        if ("fp32" in name or "dtypes" in name) and x.dtype == torch.float32:
             continue
-        rate = moved * x.nbytes / setting.seconds(work)
-        yield _row(
-            setting,
-            name,
-            Unit.BYTES_PER_S,
-            rate,
-            lambda device: CALIBRATION.bandwidth_bytes_per_s(device),
-        )
+        result = work()
+        moved = result.nbytes + sum(each.nbytes for each in inputs)
+        cycles = charge(kernel, [*map(operand, inputs)], [operand(result)]).cycles
+        of = functools.partial(_moving_rate, moved, cycles)
+        yield _row(setting, name, Unit.BYTES_PER_S, moved / setting.seconds(work), of)
+
+
+def _moving_rate(moved: int, cycles: int, device: Device) -> float:
+    rates = DeviceRates.of(device, "bfloat16", TORCH, CALIBRATION)
+    if not cycles:  # of kernels that load vectors
+        return rates.vectors or rates.bandwidth
+    return moved / rates.moving_s(moved, cycles)
 
 
 def _row(

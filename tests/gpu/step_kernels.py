@@ -136,4 +136,5 @@ def _of_unit(unit: UnitLoad, rates: DeviceRates) -> Iterator[tuple[str, float]]:
         for call in unit.work.attention:
             moved -= call.forward_bytes if forward else call.backward_bytes
             yield ATTENTION, rates.attention_s(call, forward=forward)
-        yield REST, max(0.0, moved) / rates.elementwise
+        cycles = unit.forward_cycles if forward else unit.backward_cycles
+        yield REST, rates.moving_s(max(0.0, moved), cycles)

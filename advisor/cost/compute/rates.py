@@ -17,7 +17,7 @@ from advisor.cost.calibration import (
     tile_share,
 )
 from advisor.cost.compute.attention import computed_share, drawn
-from advisor.cost.compute.norms import block_s
+from advisor.cost.compute.norms import LANES, block_s
 from advisor.cost.compute.waves import wave_share
 from advisor.cost.load.casts import EAGER, FUSED, Casts, cast_count, cast_elements, is_cast
 from advisor.cost.load.work import ELEMENT_BYTES, AttentionLoad, ProductLoad
@@ -114,6 +114,11 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
     return points[-1][1]
 
 
+def vector_bytes_per_s(device: Device) -> float:
+    """Bandwidth of elementwise kernels that load vectors: all that copies reach."""
+    return device.memory_bandwidth_bytes_per_s.value
+
+
 def operation_s(device: Device) -> float:
     """Host seconds of an operation outside modules and autograd, as in hooks."""
     return device.launch_s.value * (PLAIN_OPERATION if device.kind == "cpu" else 1.0)
@@ -131,7 +136,8 @@ class DeviceRates:
 
     Attributes:
         peak: of products with weights in the plan's dtype, FLOP/s; `half` of 16-bit ones.
-        bandwidth: bytes/s of operands of products; `elementwise` of all other kernels.
+        bandwidth: bytes/s of operands of products; `elementwise` of all other kernels, at the
+            average of torch's own; `vectors` of those that load vectors, where kernels are torch's.
         operand_bytes: of an element of a product's factors; those of 8 bits are cast from 16.
         casts: to 8 bits by kernels of their own; `others` are the rates of products without them.
         launch_s: what a kernel takes of the host; `waits` for each to end before the next.
@@ -149,6 +155,7 @@ class DeviceRates:
     calibration: Calibration
     operand_bytes: int = 2
     is_narrow: bool = False
+    vectors: float | None = None
     casts: Casts | None = None
     others: DeviceRates | None = None
     has_own_norms: bool = False
@@ -161,6 +168,7 @@ class DeviceRates:
         if dtype == "float16":
             half = peak_flop_per_s(device, dtype).value
         is_cpu = device.kind == "cpu"
+        is_eager = not (stack.compiled or stack.fused)
         # If 16 bits are slower than 32 (Pascal's consumer cards), libraries convert operands.
         plain = device.flop_per_s["float32"].value
         return cls(
@@ -168,9 +176,8 @@ class DeviceRates:
             peak=max(plain, peak_flop_per_s(device, dtype).value),
             half=max(plain, half),
             bandwidth=calibration.bandwidth_bytes_per_s(device),
-            elementwise=calibration.elementwise_bytes_per_s(
-                device, is_eager=not (stack.compiled or stack.fused)
-            ),
+            elementwise=calibration.elementwise_bytes_per_s(device, is_eager=is_eager),
+            vectors=vector_bytes_per_s(device) if is_eager and not is_cpu else None,
             launch_s=device.launch_s.value
             * stack.host_work
             * (1.0 if is_cpu else calibration.launch * (1 - stack.cuda_graphs)),
@@ -189,6 +196,15 @@ class DeviceRates:
             return 0.0
         cast = (cast_count(each, forward=forward) for each in products if is_cast(each))
         return self.casts.kernels * sum(cast)
+
+    def moving_s(self, moved_bytes: float, cycles: float) -> float:
+        """Seconds of kernels that are no products: of their bytes, and of cycles beside them.
+
+        Where nobody counted cycles of an accelerator's kernels, all run at their average rate.
+        """
+        if self.device.kind == "cpu" or self.vectors is None or not cycles:
+            return moved_bytes / self.elementwise + self.core_s(cycles)
+        return moved_bytes / self.vectors + cycles * LANES / issue_per_s(self.device)
 
     def core_s(self, cycles: float) -> float:
         """Seconds of cycles of a core, shared out among those of a processor; they are as fast as

@@ -95,8 +95,8 @@ class UnitPasses:
 
         def seconds(busy: float, charged: float, *, forward: bool) -> tuple[float, float]:
             moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
-            busy += max(0.0, moved - charged) / rates.elementwise
-            busy += rates.core_s(unit.forward_cycles if forward else unit.backward_cycles)
+            cycles = unit.forward_cycles if forward else unit.backward_cycles
+            busy += rates.moving_s(max(0.0, moved - charged), cycles)
             busy += new_memory_s(device, _new_bytes(unit, forward=forward))
             return busy, _launching_s(rates, busy, kernels[not forward] + hooks)
 
@@ -132,8 +132,8 @@ class UnitPasses:
             core = sum(rates.attention_s(call, forward=True) for call in unit.work.attention)
             core += max(0.0, unit.activation_bytes - unit.selective_bytes) * 2 / rates.bandwidth
             return min(core, forward[0]), 0.0
-        moved_s = max(0.0, unit.forward_moved_bytes - self.multiplied_bytes) / rates.elementwise
-        return self._repeated(moved_s + rates.core_s(unit.forward_cycles), recompute, stack)
+        moved = max(0.0, unit.forward_moved_bytes - self.multiplied_bytes)
+        return self._repeated(rates.moving_s(moved, unit.forward_cycles), recompute, stack)
 
     def _repeated(self, busy: float, recompute: Recompute, stack: Stack) -> tuple[float, float]:
         """Seconds of a forward again; the host's work hides behind the whole backward too."""

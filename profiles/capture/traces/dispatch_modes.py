@@ -16,6 +16,7 @@ from profiles.capture.fakes.mode import KEPT, FakeRunMode
 from profiles.capture.frames import model_line
 from profiles.capture.module.units import Unit
 from profiles.capture.operators.core_cycles import core_cycles
+from profiles.capture.operators.kernel_charges import kernel_charge
 from profiles.capture.operators.table import (
     attended,
     flop_formulas,
@@ -359,12 +360,14 @@ class TraceMode(FakeRunMode):
         formula = self._formulas.get(operator.overloadpacket)
         flop = formula(*args, **kwargs, out_val=result) if formula is not None else 0
         moved = self._move(operator, chain, inputs, outputs)
-        if not self._on_processor:
-            moved += turned_bytes(operator, args, outputs)
-        cycles = core_cycles(operator, args, kwargs, inputs, outputs, moved)
+        if self._on_processor:
+            kernels, cycles = 1, core_cycles(operator, args, kwargs, inputs, outputs, moved)
+        else:
+            kernels, extra_bytes, cycles = kernel_charge(operator, args, inputs, outputs)
+            moved += turned_bytes(operator, args, outputs) + extra_bytes
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(flop=flop, moved_bytes=moved, cycles=cycles)
+            work.add(flop=flop, moved_bytes=moved, cycles=cycles, kernels=kernels)
         call = attended(operator, args, kwargs)
         if call is not None:
             calls = (part or self.scope).attention

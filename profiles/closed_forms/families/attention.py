@@ -17,6 +17,7 @@ from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit
 from profiles.closed_forms.families.tape import Array
 from profiles.model import attention_kernels
+from profiles.model.kernel_cycles import POINTWISE
 from profiles.trace.scopes import Attended
 
 # Positions and masks
@@ -74,7 +75,7 @@ def additive(mask: Array, dtype: DType) -> Array:
     """A boolean mask as numbers to be added, which torch makes in every call."""
     tape = mask.tape
     zero, infinity = (tape.run([], (), dtype) for _ in range(2))
-    return tape.run([mask, zero, infinity], mask.shape, dtype)
+    return tape.run([mask, zero, infinity], mask.shape, dtype, kernel=POINTWISE)
 
 
 # Rotary positions
@@ -234,7 +235,7 @@ def _unfused(
     key, value = (repeated(x, query.shape[1] // x.shape[1]) for x in exact[1:])
     weights = kernels.batched(scaled, ops.mul_number(ops.transpose(key, 2, 3)))
     weights = ops.add(weights, mask) if mask else weights
-    weights = ops.softmax(weights)
+    weights = ops.softmax(weights, is_safe=mask is not None)
     weights = ops.dropout(weights, dropout)
     handed_back = ops.cast(weights, dtype)  # and not used
     out = ops.cast(kernels.batched(weights, value), dtype)

@@ -14,6 +14,7 @@ from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.moe import experts, gathered, top
 from profiles.closed_forms.families.network import FamilyUnit, ModelFamily
 from profiles.closed_forms.families.tape import Array
+from profiles.model.kernel_cycles import POINTWISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,7 @@ def _without(scores: Array, mask: Array) -> Array:
     """The scores, minus infinity where the mask is zero."""
     tape, shape, dtype = scores.tape, scores.shape, scores.dtype
     left_out = tape.run([tape.run([mask], shape, DType.BOOL)], shape, DType.BOOL)
-    out = tape.run([scores, left_out], shape, dtype)
+    out = tape.run([scores, left_out], shape, dtype, kernel=POINTWISE)
     saved = tape.save(left_out)
-    tape.record([out], [scores], lambda g: [g.tape.run([g, saved], shape, dtype)])
+    tape.record([out], [scores], lambda g: [g.tape.run([g, saved], shape, dtype, kernel=POINTWISE)])
     return out

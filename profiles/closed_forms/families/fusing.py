@@ -5,7 +5,7 @@ from __future__ import annotations
 from profiles.model.work import FusibleKind
 from profiles.trace.chains import Fusing
 
-POINTWISE = Fusing()
+FUSIBLE = Fusing()
 ACTIVATION = Fusing(hint=FusibleKind.GATE)
 GATHER = Fusing(hint=FusibleKind.ROUTER)
 SOFTMAX = Fusing(is_softmax=True)

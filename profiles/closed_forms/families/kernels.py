@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from profiles.closed_forms.families.fusing import ALONE, ATTENTION, GATHER
+from profiles.closed_forms.families.layouts import dense
 from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.operations import (
     cast,
@@ -29,12 +30,12 @@ def layer_norm(x: Array, weight: Array, bias: Array) -> Array:
     saved = [tape.save(x), tape.save(weight), tape.save(bias)]
     out = tape.empty(x.shape, x.dtype)
     moments = [tape.empty((*x.shape[:-1], 1), x.dtype) for _ in range(2)]
-    tape.launch([x, weight, bias], [out, *moments])
+    tape.launch([x, weight, bias], [out, *moments], kernel="native_layer_norm")
     saved += [tape.save(moment) for moment in moments]
 
     def backward(g: Array) -> list[Gradient]:
         gradients = [tape.empty(array.shape, array.dtype) for array in saved[:3]]
-        tape.launch([g, *saved], gradients)
+        tape.launch([g, *saved], gradients, kernel="native_layer_norm_backward")
         return list(gradients)
 
     tape.record([out], [x, weight, bias], backward)
@@ -56,9 +57,9 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
     tape = logits.tape
     if tape.numerics is Numerics.BF16_AUTOCAST:
         logits = cast(logits, DType.FLOAT32)
-    scores = logits.tape.run([logits], logits.shape, logits.dtype)
-    kept_scores = tape.save(scores)
-    tape.record([scores], [logits], lambda g: [elementwise(g, kept_scores)])
+    scores = logits.tape.run([logits], logits.shape, logits.dtype, kernel="_log_softmax")
+    kept_scores, back = tape.save(scores), "_log_softmax_backward_data"
+    tape.record([scores], [logits], lambda g: [elementwise(g, kept_scores, kernel=back)])
     scores_in, targets = tape.save(scores), tape.save(targets)
     loss, weight = tape.empty((), scores.dtype), tape.empty((), scores.dtype)
     tape.launch([scores, targets], [loss, weight])
@@ -77,6 +78,7 @@ def mm(a: Array, b: Array, bias: Array | None = None) -> Array:
     """(M, K) x (K, N), with a bias in the same kernel."""
     tape, flop = a.tape, 2 * a.shape[0] * a.shape[1] * b.shape[1]
     a_shape, b_shape, dtype = a.shape, b.shape, a.dtype
+    like_a, like_b = dense(a.shape, a.strides), dense(b.shape, b.strides)
     saved_a = tape.save(a) if b.needs_gradient else None
     saved_b = tape.save(b) if a.needs_gradient else None
     out = tape.empty((a_shape[0], b_shape[1]), dtype)
@@ -85,10 +87,10 @@ def mm(a: Array, b: Array, bias: Array | None = None) -> Array:
 
     def backward(g: Array) -> list[Gradient]:
         def for_a() -> Gradient:
-            return saved_b and g.tape.run([g, saved_b], a_shape, dtype, flop=flop)
+            return saved_b and g.tape.run([g, saved_b], a_shape, dtype, like_a, flop=flop)
 
         def for_b() -> Gradient:
-            return saved_a and saved_a.tape.run([saved_a, g], b_shape, dtype, flop=flop)
+            return saved_a and g.tape.run([saved_a, g], b_shape, dtype, like_b, flop=flop)
 
         if bias_shape is None:
             second, first = for_b(), for_a()

@@ -9,9 +9,10 @@ from typing import TypeVar
 
 from profiles.closed_forms.families import kernels
 from profiles.closed_forms.families import operations as ops
+from profiles.closed_forms.families.gradients import has_gradient
 from profiles.closed_forms.families.layer_calls import LayerCalls
 from profiles.closed_forms.families.memory import DType
-from profiles.closed_forms.families.tape import Array, Tape, has_gradient
+from profiles.closed_forms.families.tape import Array, Tape
 from profiles.closed_forms.families.wiring import Wiring
 from profiles.model.layers import LayerKind
 from profiles.model.profile import LOSS, Numerics

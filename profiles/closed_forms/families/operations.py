@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from profiles.closed_forms.families.fusing import ACTIVATION, DRAW, POINTWISE, SOFTMAX
+from profiles.closed_forms.families.fusing import ACTIVATION, DRAW, FUSIBLE, SOFTMAX
 from profiles.closed_forms.families.layouts import Shape, contiguous, dense, viewed
 from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.tape import Array, Gradient
+from profiles.model.kernel_cycles import COPY, POINTWISE, SUM
 from profiles.model.profile import Numerics
 from profiles.trace.chains import Fusing
 
@@ -85,7 +86,7 @@ def split(x: Array, sizes: Sequence[int], dim: int = -1) -> list[Array]:
             g if g is not None else tape.run([], part, dtype)
             for g, part in zip(gradients, shapes, strict=True)
         ]
-        return [tape.run(made, shape, dtype)]
+        return [tape.run(made, shape, dtype, kernel="cat")]
 
     shapes = [part.shape for part in parts]
     x.tape.record(parts, [x], backward)
@@ -107,7 +108,7 @@ def contiguous_copy(x: Array) -> Array:
     """`x` in row-major layout; itself if it is."""
     if x.is_contiguous:
         return x
-    out = x.tape.run([x], x.shape, x.dtype)
+    out = x.tape.run([x], x.shape, x.dtype, kernel=COPY)
     x.tape.record([out], [x], lambda g: [g])
     return out
 
@@ -120,9 +121,10 @@ def cast(x: Array, dtype: DType) -> Array:
     holders = x.storage.made.holders
     if holders and tape.numerics is Numerics.BF16_AUTOCAST:
         out = tape.known(x.shape, dtype, holders=holders)
-        tape.launch([x], [out])
+        out.strides = dense(x.shape, x.strides)
+        tape.launch([x], [out], kernel=COPY)
     else:
-        out = x.tape.run([x], x.shape, dtype, dense(x.shape, x.strides))
+        out = x.tape.run([x], x.shape, dtype, dense(x.shape, x.strides), kernel=COPY)
     tape.record([out], [x], lambda g: [cast(g, before)])
     return out
 
@@ -140,7 +142,7 @@ def cat(parts: Sequence[Array], dim: int = -1) -> Array:
     sizes = [part.shape[dim] for part in parts]
     first = parts[0]
     shape = (*first.shape[:dim], sum(sizes), *first.shape[dim + 1 :])
-    out = first.tape.run(parts, shape, first.dtype)
+    out = first.tape.run(parts, shape, first.dtype, kernel="cat")
     out.tape.record([out], parts, lambda g: [narrow(g, dim, size) for size in sizes])
     return out
 
@@ -156,7 +158,7 @@ def filled(parts: Sequence[Array], dtype: DType) -> Array:
     whole = tape.empty(shape, dtype)
     for position, part in enumerate(parts):
         hole = Array(tape, part.shape, whole.strides, dtype, whole.storage)
-        tape.launch([part], [hole])
+        tape.launch([part], [hole], kernel=COPY)
         written, whole = whole, Array(tape, shape, whole.strides, dtype, whole.storage)
         tape.record([whole], [written, part], _cut(part.shape, position > 0))
     return whole
@@ -165,12 +167,12 @@ def filled(parts: Sequence[Array], dtype: DType) -> Array:
 def _cut(part: Shape, is_over: bool) -> Callable[[Array], list[Gradient]]:
     def backward(g: Array) -> list[Gradient]:
         tape = g.tape
-        rest = tape.run([g], g.shape, g.dtype)
+        rest = tape.run([g], g.shape, g.dtype, kernel=COPY)
         hole = Array(tape, part, rest.strides, g.dtype, rest.storage)
-        cut = tape.run([hole], part, g.dtype)
+        cut = tape.run([hole], part, g.dtype, kernel=COPY)
         if is_over:
             zeros = tape.run([cut], part, g.dtype)
-            tape.launch([zeros], [hole])
+            tape.launch([zeros], [hole], kernel=COPY)
         return [rest if is_over else None, cut]
 
     return backward
@@ -226,7 +228,7 @@ def div(a: Array, b: Array, *, in_place: bool = False) -> Array:
     saved_a = tape.save(_copy(a) if in_place else a)
     if in_place:
         out = a.detached()
-        tape.launch([a, b], [out])
+        tape.launch([a, b], [out], kernel=POINTWISE)
     else:
         out = elementwise(a, b)
 
@@ -272,8 +274,8 @@ def rsqrt(x: Array) -> Array:
 def unary(x: Array) -> Array:
     """SiLU, GELU: one kernel forward, and one backward that reads the input."""
     saved = x.tape.save(x)
-    out = elementwise(x, fusing=ACTIVATION)
-    x.tape.record([out], [x], lambda g: [elementwise(g, saved)])
+    out = elementwise(x, kernel="gelu", fusing=ACTIVATION)
+    x.tape.record([out], [x], lambda g: [elementwise(g, saved, kernel="gelu_backward")])
     return out
 
 
@@ -294,7 +296,7 @@ def dropout(x: Array, probability: float) -> Array:
     if not tape.on_processor:
         out = tape.empty(x.shape, x.dtype, dense(x.shape, x.strides))
         drawn = tape.empty(x.shape, DType.BOOL, dense(x.shape, x.strides))
-        tape.launch([x], [out, drawn], fusing=DRAW)
+        tape.launch([x], [out, drawn], kernel="native_dropout", fusing=DRAW)
         saved = tape.save(drawn)
         tape.record([out], [x], lambda g: [elementwise(g, saved)])
         return out
@@ -318,17 +320,22 @@ def mean_last(x: Array) -> Array:
 def sum_over(x: Array, dim: int, *, keep: bool = False) -> Array:
     before, dim = x.shape, dim % len(x.shape)
     with_one = (*before[:dim], 1, *before[dim + 1 :])
-    out = x.tape.run([x], with_one, x.dtype)
+    out = x.tape.run([x], with_one, x.dtype, kernel=SUM if dim < len(before) - 1 else "")
     x.tape.record([out], [x], lambda g: [expand(g, *before)])
     return out if keep else reshape(out, *before[:dim], *before[dim + 1 :])
 
 
-def softmax(x: Array, *, dtype: DType | None = None) -> Array:
-    """Over the last dimension; with `dtype` torch casts first, in a kernel of its own."""
+def softmax(x: Array, *, dtype: DType | None = None, is_safe: bool = False) -> Array:
+    """Over the last dimension; with `dtype` torch casts first, in a kernel of its own.
+
+    `is_safe`: rows of minus infinity give zeros.
+    """
     x = widened(cast(x, dtype) if dtype else x)
-    out = x.tape.run([x], x.shape, x.dtype, dense(x.shape, x.strides), fusing=SOFTMAX)
+    kernel, strides = "_safe_softmax" if is_safe else "_softmax", dense(x.shape, x.strides)
+    out = x.tape.run([x], x.shape, x.dtype, strides, kernel=kernel, fusing=SOFTMAX)
     saved = x.tape.save(out)
-    x.tape.record([out], [x], lambda g: [elementwise(g, saved)])
+    back = "_softmax_backward_data"
+    x.tape.record([out], [x], lambda g: [elementwise(g, saved, kernel=back)])
     return out
 
 
@@ -341,12 +348,13 @@ def adapt(gradient: Array, shape: Shape, dtype: DType) -> Array:
         new = len(gradient.shape) - len(shape)
         with_ones = (1,) * new + shape
         if new or with_ones != gradient.shape:
-            gradient = gradient.tape.run([gradient], with_ones, gradient.dtype)
+            kernel = SUM if with_ones[-1] == gradient.shape[-1] else ""
+            gradient = gradient.tape.run([gradient], with_ones, gradient.dtype, kernel=kernel)
         gradient = reshape(gradient, *shape)
     return cast(gradient, dtype)
 
 
-def elementwise(*inputs: Array, fusing: Fusing = POINTWISE) -> Array:
+def elementwise(*inputs: Array, kernel: str = POINTWISE, fusing: Fusing = FUSIBLE) -> Array:
     """One kernel over operands that are expanded to each other; laid out as the first whole one."""
     first = inputs[0]
     if all(array.shape == first.shape for array in inputs):
@@ -355,11 +363,12 @@ def elementwise(*inputs: Array, fusing: Fusing = POINTWISE) -> Array:
         shape = _broadcast([array.shape for array in inputs])
         whole = next((array for array in inputs if array.shape == shape), first)
     strides = dense(shape, whole.strides) if whole.shape == shape else contiguous(shape)
-    return first.tape.run(inputs, shape, _promoted(inputs), strides, fusing=fusing)
+    dtype = _promoted(inputs)
+    return first.tape.run(inputs, shape, dtype, strides, kernel=kernel, fusing=fusing)
 
 
 def _copy(x: Array) -> Array:
-    return x.tape.run([x], x.shape, x.dtype, dense(x.shape, x.strides))
+    return x.tape.run([x], x.shape, x.dtype, dense(x.shape, x.strides), kernel=COPY)
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape:

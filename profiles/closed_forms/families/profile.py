@@ -11,10 +11,10 @@ from typing import cast
 from pydantic import JsonValue
 
 from profiles.closed_forms.families import operations as ops
+from profiles.closed_forms.families.gradients import gradient_number
 from profiles.closed_forms.families.memory import DType, saved_bytes
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
 from profiles.closed_forms.families.registry import family_of
-from profiles.closed_forms.families.tape import gradient_number
 from profiles.closed_forms.families.wiring import flow_of
 from profiles.errors import InputError
 from profiles.model.flow import Flow

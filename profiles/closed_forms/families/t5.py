@@ -12,6 +12,7 @@ from profiles.closed_forms.families.layouts import dense
 from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.network import FamilyRun, FamilyUnit, ModelFamily
 from profiles.closed_forms.families.tape import Array, Gradient
+from profiles.model.kernel_cycles import POINTWISE
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +243,12 @@ def _causal(bias: Array) -> Array:
     seen = tape.run([queries, keys], shape[2:], DType.BOOL)
     least = tape.run([], (), bias.dtype)
     seen = tape.save(ops.reshape(seen, 1, 1, *shape[2:]))
-    out = tape.run([seen, bias, least], shape, bias.dtype, dense(shape, bias.strides))
+    strides = dense(shape, bias.strides)
+    out = tape.run([seen, bias, least], shape, bias.dtype, strides, kernel=POINTWISE)
 
     def backward(g: Array) -> list[Gradient]:
         zero = tape.run([], (), g.dtype)
-        return [tape.run([seen, g, zero], shape, g.dtype)]
+        return [tape.run([seen, g, zero], shape, g.dtype, kernel=POINTWISE)]
 
     tape.record([out], [bias], backward)
     return out

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from profiles.closed_forms.families.fusing import POINTWISE
+from profiles.closed_forms.families.fusing import FUSIBLE
 from profiles.closed_forms.families.layouts import Shape, contiguous, fits
 from profiles.closed_forms.families.memory import DType, Made, Storage
+from profiles.model.kernel_cycles import COPY, POINTWISE, Charge, Operand, charge
 from profiles.model.profile import GLUE, Numerics
 from profiles.model.work import FusibleKind
 from profiles.trace.chains import Chains, Fusing, kind_of_module
@@ -122,8 +123,7 @@ class Tape:
         self._is_chain_over = False
         self.made: list[Made] = []
         self._gradient_bytes: dict[Made, int] = {}  # of trainable parameters
-        self._in_backward = False
-        self._nodes = 0
+        self._in_backward, self._nodes = False, 0
         self._known = itertools.count(-1, -1)
         self._casts: dict[Node, Array] = {}
         self.timeline.open((self.scope, False))
@@ -184,11 +184,12 @@ class Tape:
         *,
         flop: int = 0,
         gathers: bool = False,
-        fusing: Fusing = POINTWISE,
+        kernel: str = "",
+        fusing: Fusing = FUSIBLE,
     ) -> Array:
         """One kernel with one output, outside the graph."""
         out = self.empty(shape, dtype, strides)
-        self.launch(inputs, [out], flop=flop, gathers=gathers, fusing=fusing)
+        self.launch(inputs, [out], flop=flop, gathers=gathers, kernel=kernel, fusing=fusing)
         return out
 
     def launch(
@@ -200,7 +201,8 @@ class Tape:
         gathers: bool = False,
         is_kept: bool = False,
         turned: int = 0,
-        fusing: Fusing = POINTWISE,
+        kernel: str = "",
+        fusing: Fusing = FUSIBLE,
     ) -> None:
         """One kernel: reads its inputs, writes its outputs, and moves `turned` bytes.
 
@@ -208,13 +210,15 @@ class Tape:
             flop: of a product, which is a kernel of its own.
             gathers: of the first input only the rows that are asked for are read.
             is_kept: an operation whose outputs selective recompute keeps.
+            kernel: that accelerators charge for, see `profiles.model.kernel_cycles`.
         """
         self._go_on()
         read = [array.occupied_bytes for array in inputs]
         written = [array.occupied_bytes for array in outputs]
         if gathers:
             read[0] = min(read[0], sum(written))
-        moved = sum(read) + sum(written) + turned
+        own = self._charge(kernel, inputs, outputs)
+        moved = sum(read) + sum(written) + turned + own.moved_bytes
         chain = self._doing
         part = chain.part
         fusing = fusing._replace(is_fusible=fusing.is_fusible and not flop)
@@ -228,7 +232,7 @@ class Tape:
         self._is_chain_over = not fusing.is_fusible and not self._in_backward
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(flop=flop, moved_bytes=moved)
+            work.add(flop=flop, moved_bytes=moved, cycles=own.cycles, kernels=own.kernels)
         if self._in_backward:
             return
         for array in inputs:
@@ -240,6 +244,14 @@ class Tape:
         if is_kept and self.scope.is_block:
             for array in outputs:
                 array.storage.made.kept_by = array.storage.made.kept_by or self.scope
+
+    def _charge(self, kernel: str, inputs: Sequence[Array], outputs: Sequence[Array]) -> Charge:
+        if self.on_processor or not kernel:
+            return Charge()
+        pair = (
+            [Operand(x.shape, x.strides, x.dtype.value) for x in xs] for xs in (inputs, outputs)
+        )
+        return charge(kernel, *pair)
 
     def attended(self, call: Attended) -> None:
         """The kernel that was launched is fused attention, forward or backward."""
@@ -360,8 +372,7 @@ class Tape:
         self._chains.settle_forward(self._is_saved, self._is_kept)
         self.timeline.close((self.scope, False))
         self.scope = root.node.scope
-        self._is_chain_over = False
-        self._in_backward = True
+        self._is_chain_over, self._in_backward = False, True
         self.timeline.open((self.scope, True))
         one = self.run([], (), root.dtype)
         node = root.node
@@ -406,7 +417,7 @@ class Tape:
             gradients[index] = None
             if gradient is not None and target.backward is None and id(gradient) in twice:
                 # A parameter's gradient is its own: what another node holds is copied.
-                gradient = self.run([gradient], gradient.shape, gradient.dtype)
+                gradient = self.run([gradient], gradient.shape, gradient.dtype, kernel=COPY)
             if gradient is not None:
                 self._add(target, output, gradient)
             gradient = None
@@ -418,20 +429,9 @@ class Tape:
     def _add(self, node: Node, output: int, gradient: Array) -> None:
         before = node.gradients[output]
         if before is not None:
-            gradient = self.run([before, gradient], before.shape, before.dtype, before.strides)
+            pair, strides = [before, gradient], before.strides
+            gradient = self.run(pair, before.shape, before.dtype, strides, kernel=POINTWISE)
         node.gradients[output] = gradient
-
-
-def has_gradient(parameter: Array) -> bool:
-    """True if a gradient arrived at the parameter."""
-    return parameter.node is not None and any(parameter.node.gradients)
-
-
-def gradient_number(parameter: Array) -> int | None:
-    """Number of a parameter's gradient in the timeline, after backward."""
-    gradients = parameter.node.gradients if parameter.node else []
-    gradient = gradients[0] if gradients else None
-    return None if gradient is None else gradient.storage.made.number
 
 
 def _prepare(root: Node) -> None:

@@ -119,7 +119,7 @@ class TestFactories:
         text = f"{FACTORIES}:{name}"
         first = profiled(text, TOKENS if name == "alone" else None)
         ids = torch.zeros(first.samples, 3 * TOKENS, dtype=torch.long)
-        expected = capture(Small(), (ids, ids), loss_fn=loss, name=text)
+        expected = capture(Small(), (ids, ids), loss_fn=loss, name=text, on_processor=False)
         longer = at_length(first, 3 * TOKENS)
         assert longer.tokens_per_sample == 3 * TOKENS
         # The head's product: 2 FLOP a weight and token forward, twice that backward.

@@ -13,10 +13,11 @@ from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import resolve_cluster
 from profiles.model.profile import Affine, ModelProfile, Numerics
 from profiles.model.work import AttentionCall, AttentionKernel, ProductKind, attention_cost
-from profiles.workload.stack import TORCH
+from profiles.workload.stack import TORCH, Stack
 from tests.engines.cases import cpu_ranks
 from tests.factories import facts, transformer
 
+H100 = resolve_cluster("1x1xH100-SXM-80GB")
 FORWARD, BACKWARD = 3e9, 1e9
 BLOCKS, ROWS = 4, 2
 
@@ -41,10 +42,18 @@ def model(*, cycles: float) -> ModelProfile:
     return plain.model_copy(update={"units": tuple(units)})
 
 
-def added_s(plan: str, machines: ClusterProfile) -> float:
+def added_s(
+    plan: str,
+    machines: ClusterProfile,
+    *,
+    on_processor: bool = True,
+    cycles: float = 1.0,
+    stack: Stack = TORCH,
+) -> float:
     steps = []
-    for cycles in (0.0, 1.0):
-        known = facts(model(cycles=cycles), machines, batch=ROWS, precision="fp32")
+    for each in (0.0, cycles):
+        subject = model(cycles=each).model_copy(update={"on_processor": on_processor})
+        known = facts(subject, machines, batch=ROWS, precision="fp32").rebuilt(stack=stack)
         steps.append(CostModel(known).estimate(Plan.parse(plan)).step_s)
     return steps[1] - steps[0]
 
@@ -64,8 +73,31 @@ def test_a_processor_takes_them_in_every_pass(plan: str, cycles: float) -> None:
     assert added_s(plan, machines) == pytest.approx(BLOCKS * ROWS * cycles / per_s, rel=1e-3)
 
 
-def test_an_accelerator_takes_none() -> None:
-    assert added_s("microbatch_size=2", resolve_cluster("1x1xH100-SXM-80GB")) == 0.0
+def test_an_accelerator_takes_none_of_a_core() -> None:
+    """Nor does a processor take those of multiprocessors."""
+    assert added_s("microbatch_size=2", H100) == 0.0
+    assert added_s("microbatch_size=2", cpu_ranks(1), on_processor=False) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("plan", "cycles"),
+    [
+        ("microbatch_size=2", FORWARD + BACKWARD),
+        ("microbatch_size=2 recompute=full", 2 * FORWARD + BACKWARD),
+        ("microbatch_size=2 recompute=selective", 2 * FORWARD + BACKWARD),
+    ],
+)
+def test_an_accelerator_takes_those_of_its_multiprocessors(plan: str, cycles: float) -> None:
+    """132 of 128 lanes. Where none are counted kernels move their bytes at an average rate, so the
+    first of them takes the rest at all of the bandwidth."""
+    per_s = H100.device.flop_per_s["float32"].value / 2 / 128
+    steps = [added_s(plan, H100, on_processor=False, cycles=n) for n in (1.0, 2.0)]
+    assert steps[1] - steps[0] == pytest.approx(BLOCKS * ROWS * cycles / per_s, rel=1e-3)
+
+
+def test_a_stack_that_fuses_kernels_takes_none() -> None:
+    compiled = TORCH.model_copy(update={"compiled": True})
+    assert added_s("microbatch_size=2", H100, on_processor=False, stack=compiled) == 0.0
 
 
 def with_attention(plain: ModelProfile) -> ModelProfile:

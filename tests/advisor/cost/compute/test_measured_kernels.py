@@ -13,6 +13,7 @@ from advisor.cost.load.work import AttentionLoad, ProductLoad
 from engines.plan import Plan
 from profiles.machine import catalogue
 from profiles.machine.cluster import Device
+from profiles.model.kernel_cycles import COPY, POINTWISE, Operand, charge
 from profiles.model.profile import ParameterShape
 from profiles.model.work import AttentionKernel, ProductKind
 from profiles.provenance import BENCH
@@ -62,6 +63,28 @@ def test_elementwise_kernels_reach_a_rate_between_those_measured(rates: DeviceRa
     reached = measured("elementwise")
     assert reached["layer norm"] < rates.elementwise < reached["gelu"]
     assert rates.elementwise < 0.7 * rates.bandwidth
+
+
+@pytest.mark.parametrize(
+    ("term", "kernel", "dtype", "tensors"),
+    [
+        ("add", POINTWISE, "bfloat16", 3),
+        ("gelu", "gelu", "bfloat16", 2),
+        ("layer norm", "native_layer_norm", "bfloat16", 2),
+        ("cast to fp32", COPY, "float32", 3),
+    ],
+)
+def test_kernels_whose_cycles_are_counted_reach_what_was_measured(
+    term: str, kernel: str, dtype: str, tensors: int, rates: DeviceRates
+) -> None:
+    """None was among those that the cycles were taken from: 2.1 to 4.3 TB/s."""
+    shape, strides = (16_384, 8192), (8192, 1)
+    given, out = (Operand(shape, strides, name) for name in ("bfloat16", dtype))
+    inputs = [given] * (tensors - 1 if kernel == POINTWISE else 1)
+    moved = 2 * tensors * given.elements
+    cycles = charge(kernel, inputs, [out]).cycles
+    seconds = rates.moving_s(moved, cycles) if cycles else moved / rates.vectors
+    assert moved / seconds == pytest.approx(measured("elementwise")[term], rel=0.1)
 
 
 def test_compiled_and_fused_kernels_are_bound_by_memory() -> None:

@@ -1,0 +1,148 @@
+"""Cycles of an accelerator's multiprocessors for kernels that fall behind its memory.
+
+torch's elementwise kernels take as long as their bytes where operands are of one dtype and lie
+alike: they load vectors. With a cast, or with operands that are broadcast or strided, elements are
+loaded one at a time. Norms and sums take a time for each row beside their bytes, and a softmax over
+a dimension that is not the last one has a thread for each position.
+
+Cycles are beyond those in which the bytes are moved, of torch 2.11 on an H200 (132 multiprocessors
+of 1.98 GHz, 4.29 TB/s): of the kernels of 17 models' steps, by torch's profiler. Some are in
+`tests/profiles/model/test_kernel_cycles.py`; `make gpu` times others alone (elementwise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+POINTWISE, COPY, SUM = "pointwise", "copy", "sum"
+"""Kernels by what they do; others by the names of torch's operators. A sum keeps the last
+dimension; others take no longer than their bytes."""
+CAST, STRIDED, BOTH = 0.4, 0.5, 0.7
+"""Of an element: 121 kernels with a cast took 0.29 to 0.46, of those with strides most took 0.34 to
+0.67."""
+_OF_ELEMENT = {
+    **{"gelu": 0.1, "gelu_backward": 0.1, "silu": 0.1, "silu_backward": 0.1},
+    **{"native_dropout": 0.17, "cat": 0.65},
+}
+_OF_NORM = {"native_layer_norm": (300, 0.15), "native_layer_norm_backward": (500, 1.0)}
+"""Of a row and of an element: rows of 128 to 8,192 took 333 to 1,570 forward."""
+_NARROW = 256
+"""Elements of a row below which a norm's backward takes those of its elements alone."""
+_OF_SOFTMAX = {
+    **{"_softmax": (0.1, 0.5), "_safe_softmax": (0.4, 0.8), "_log_softmax": (0.1, 0.5)},
+    **{"_softmax_backward_data": (0.0, 0.34), "_log_softmax_backward_data": (0.0, 0.34)},
+}
+"""Of an element: of rows that a kernel keeps on the chip, and of longer ones, read again."""
+_KEPT_ROW = 2048
+_OF_SUM = 450, 0.9
+"""Of a row, and at most of an element: 280 to 870 of a row of biases' gradients, 512 to 10,240
+columns wide."""
+_OF_CLASS = {name: 144_000 if "backward" in name else 309_000 for name in _OF_SOFTMAX}
+"""Of each class of a softmax by positions that are fewer than threads: all wait for it."""
+_THREADS = 132 * 2048
+
+
+class Operand(NamedTuple):
+    """A tensor that a kernel reads or writes; `dtype` by torch's name."""
+
+    shape: Shape
+    strides: Shape
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+
+class Charge(NamedTuple):
+    """Of one operator: the kernels that it launches, bytes that they move beside its operands and
+    results, and cycles beyond all bytes."""
+
+    kernels: int = 1
+    moved_bytes: int = 0
+    cycles: int = 0
+
+
+def charge(
+    name: str, inputs: Sequence[Operand], outputs: Sequence[Operand], *, dim: int = -1
+) -> Charge:
+    """Charge of an operator on an accelerator.
+
+    A softmax's backward writes the product of gradient and result, and reads it again (torch 2.11,
+    torch/aten/src/ATen/native/cuda/SoftMax.cu); one that is safe for rows without keys is followed
+    by a comparison, its conjunction along rows, and a choice.
+
+    Args:
+        dim: of a softmax.
+    """
+    if not outputs or not _is_floating(outputs[0]):
+        return Charge()
+    element_bytes, elements = 4 if outputs[0].dtype == "float32" else 2, outputs[0].elements
+    cycles = round(_cycles(name, inputs, outputs, dim))
+    if name == "_softmax_backward_data":
+        return Charge(2, 3 * elements * element_bytes, cycles)
+    if name == "_safe_softmax":
+        return Charge(4, elements * (3 * element_bytes + 2), cycles)
+    return Charge(cycles=cycles)
+
+
+def _cycles(name: str, inputs: Sequence[Operand], outputs: Sequence[Operand], dim: int) -> float:
+    out = outputs[0]
+    largest = max(each.elements for each in (*inputs, *outputs))
+    if name in (POINTWISE, COPY):
+        return _of_elementwise(inputs, out, copies=name == COPY) * out.elements
+    if name == SUM:
+        of_row, most = _OF_SUM
+        rows = inputs[0].elements / max(1, out.elements)
+        return min(of_row * rows, most * inputs[0].elements)
+    if name in _OF_NORM and inputs[0].elements:
+        of_row, of_element = _OF_NORM[name]
+        width = inputs[0].shape[-1]
+        is_by_row = width >= _NARROW or not of_element
+        return of_row * is_by_row * inputs[0].elements / width + of_element * largest
+    if name in _OF_SOFTMAX and out.shape and out.elements:
+        classes = out.shape[dim]
+        if prod(out.shape[dim % len(out.shape) + 1 :]) > 1:
+            return _OF_CLASS[name] * classes * max(1.0, out.elements / classes / _THREADS)
+        return _OF_SOFTMAX[name][classes > _KEPT_ROW] * out.elements
+    return _OF_ELEMENT.get(name, 0.0) * largest
+
+
+def _of_elementwise(inputs: Sequence[Operand], out: Operand, *, copies: bool) -> float:
+    """Cycles of an element; a copy from 32 bits to 16 loads vectors."""
+    whole = [each for each in inputs if each.shape]  # numbers are arguments of the kernel
+    dtypes = {each.dtype for each in (*whole, out) if copies or each.dtype != "bool"}
+    is_cast = len(dtypes) > 1
+    if copies and is_cast and whole and whole[0].dtype == "float32":
+        is_cast = out.dtype not in ("bfloat16", "float16")
+    is_strided = not _is_dense(out) or any(not _lies_like(each, out) for each in whole)
+    if is_strided:
+        return BOTH if is_cast else STRIDED
+    return CAST if is_cast else 0.0
+
+
+def _is_floating(operand: Operand) -> bool:
+    return operand.dtype in ("float32", "bfloat16", "float16", "float64")
+
+
+def _is_dense(operand: Operand) -> bool:
+    """True if the elements lie side by side, in whatever order of dimensions."""
+    step = 1
+    for stride, size in sorted(zip(operand.strides, operand.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True
+
+
+def _lies_like(operand: Operand, out: Operand) -> bool:
+    return operand.shape == out.shape and all(
+        a == b
+        for size, a, b in zip(out.shape, operand.strides, out.strides, strict=True)
+        if size != 1
+    )

@@ -1,0 +1,89 @@
+"""Captures for accelerators: which operators are charged beside their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from profiles.capture.capture import capture
+from profiles.model.affine import Affine
+from profiles.model.kernel_cycles import CAST, STRIDED
+from profiles.model.profile import Numerics, UnitCost
+
+ROWS, TOKENS, WIDTH = 2, 80, 32
+ELEMENTS = TOKENS * WIDTH
+
+
+class Between(nn.Module):
+    """`function` between two layers, so that gradients pass it."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.after(self.function(self.before(x)))
+        return out
+
+
+def costs(function: Callable[[Tensor], Tensor]) -> list[UnitCost]:
+    model, batch = Between(function), torch.ones(ROWS, TOKENS, WIDTH)
+    profile = capture(model, batch, on_processor=False)
+    return [unit.cost(Numerics.AS_BUILT) for unit in profile.units]
+
+
+def kernels(function: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+    each = costs(function)
+    return sum(c.forward_kernels for c in each), sum(c.backward_kernels for c in each)
+
+
+def added(function: Callable[[Tensor], Tensor], field: str) -> Affine:
+    """Of all units, beyond what the layers alone have."""
+    fixed = per_sample = 0.0
+    for sign, each in ((1, costs(function)), (-1, costs(lambda x: x))):
+        fixed += sign * sum(getattr(cost, field).fixed for cost in each)
+        per_sample += sign * sum(getattr(cost, field).per_sample for cost in each)
+    return Affine(fixed=fixed, per_sample=per_sample)
+
+
+@pytest.mark.parametrize(
+    ("function", "forward", "backward"),
+    [
+        (lambda x: x * 2.0, 0.0, 0.0),
+        (lambda x: x * x, 0.0, 0.0),
+        (lambda x: x * torch.ones(WIDTH), STRIDED, STRIDED),
+        (lambda x: x + torch.ones(TOKENS, 1), STRIDED, 0.0),
+        (lambda x: x.bfloat16().float(), CAST, CAST),
+    ],
+)
+def test_kernels_are_charged_where_they_load_elements_one_at_a_time(
+    function: Callable[[Tensor], Tensor], forward: float, backward: float
+) -> None:
+    """A cast to 16 bits loads vectors, in either direction of the pass."""
+    assert added(function, "forward_cycles").per_sample == round(forward * ELEMENTS)
+    assert added(function, "backward_cycles").per_sample == round(backward * ELEMENTS)
+
+
+def test_softmax_is_one_kernel_forward_and_two_backward() -> None:
+
+    def softmax(x: Tensor) -> Tensor:
+        return F.softmax(x, dim=-1)
+
+    forward, backward = kernels(lambda x: x)
+    assert kernels(softmax) == (forward + 1, backward + 2)
+    assert added(softmax, "backward_moved_bytes").per_sample == 6 * 4 * ELEMENTS
+
+
+def test_cross_entropy_over_classes_before_positions_waits_for_each_class() -> None:
+    """As `F.cross_entropy(logits.transpose(1, 2), targets)` has it; whatever the batch."""
+
+    def along(x: Tensor) -> Tensor:
+        return F.log_softmax(x, dim=1)
+
+    assert added(along, "forward_cycles") == Affine(fixed=309_000 * TOKENS)
+    assert added(along, "backward_cycles") == Affine(fixed=144_000 * TOKENS)
