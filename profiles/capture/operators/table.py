@@ -196,9 +196,6 @@ def normed(operator: Operator, args: Sequence[Any]) -> Normed | None:
     return Normed(value.numel(), value.shape[1], value.element_size())
 
 
-HALF_BYTES = 2
-
-
 def launches(operator: Operator, *, makes_storage: bool) -> bool:
     """True if a call runs a kernel. Views, reshapes without a copy and allocations do not."""
     if operator.overloadpacket.__name__ in _ALLOCATES:
@@ -222,29 +219,6 @@ def read_bytes(
 def moved_bytes(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     """Bytes that one call reads and writes in device memory, with nothing left in caches."""
     return sum(read_bytes(operator, inputs, outputs)) + sum(map(occupied_bytes, outputs))
-
-
-def turned_bytes(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
-    """Bytes that a convolution on matrix units reads and writes to lay the channels of a position
-    side by side, and back: its maps, and in a backward both again for each of two gradients.
-
-    By the kernels of a ResNet in 16 bits on an H200 (cuDNN 9): most 1x1 convolutions, which are
-    plain products, and maps that lie so already need none.
-    """
-    name = operator.overloadpacket.__name__
-    if name not in ("convolution", "convolution_backward"):
-        return 0
-    is_backward = name == "convolution_backward"
-    value, weight = args[1:3] if is_backward else args[:2]
-    written = args[0] if is_backward else outputs[0]
-    stride = args[4] if is_backward else args[3]
-    is_plain = set(weight.shape[2:]) == set(stride) == {1}
-    lies_so = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-    if value.element_size() > HALF_BYTES or is_plain or lies_so:
-        return 0
-    gradients = 1 + bool(args[-1][0]) if is_backward else 1
-    maps: int = value.nbytes + written.nbytes
-    return 2 * gradients * maps
 
 
 @functools.cache

@@ -26,7 +26,6 @@ from profiles.capture.operators.table import (
     noted,
     occupied_bytes,
     read_bytes,
-    turned_bytes,
 )
 from profiles.capture.traces.copy_trace import CopyTrace
 from profiles.capture.traces.flow_trace import FlowTrace, Trail
@@ -364,7 +363,7 @@ class TraceMode(FakeRunMode):
             kernels, cycles = 1, core_cycles(operator, args, kwargs, inputs, outputs, moved)
         else:
             kernels, extra_bytes, cycles = kernel_charge(operator, args, inputs, outputs)
-            moved += turned_bytes(operator, args, outputs) + extra_bytes
+            moved += extra_bytes
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
             work.add(flop=flop, moved_bytes=moved, cycles=cycles, kernels=kernels)

@@ -167,12 +167,12 @@ def patches(images: Array, weight: Array, bias: Array) -> Array:
     out = tape.empty(shape, images.dtype)
     is_turned = not tape.on_processor and images.dtype.size_bytes == 2
     turned = 2 * (images.size_bytes + out.size_bytes) * is_turned
-    tape.launch([images, weight, bias], [out], flop=flop, is_kept=True, turned=turned)
+    tape.launch([images, weight, bias], [out], flop=flop, is_kept=True, turned_bytes=turned)
     bias_shape, dtype = bias.shape, bias.dtype
 
     def backward(g: Array) -> list[Gradient]:
         for_weight, for_bias = tape.empty(weight_shape, dtype), tape.empty(bias_shape, dtype)
-        tape.launch([g, *saved], [for_weight, for_bias], flop=flop, turned=turned)
+        tape.launch([g, *saved], [for_weight, for_bias], flop=flop, turned_bytes=turned)
         return [for_weight, for_bias]
 
     weight_shape = weight.shape

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from profiles.closed_forms.families.fusing import FUSIBLE
 from profiles.closed_forms.families.layouts import Shape, contiguous, fits
 from profiles.closed_forms.families.memory import DType, Made, Storage
-from profiles.model.kernel_cycles import COPY, POINTWISE, Charge, Operand, charge
+from profiles.model.kernel_cycles import COPY, POINTWISE, Charge, Operand, charge, turned
 from profiles.model.profile import GLUE, Numerics
 from profiles.model.work import FusibleKind
 from profiles.trace.chains import Chains, Fusing, kind_of_module
@@ -200,11 +200,11 @@ class Tape:
         flop: int = 0,
         gathers: bool = False,
         is_kept: bool = False,
-        turned: int = 0,
+        turned_bytes: int = 0,
         kernel: str = "",
         fusing: Fusing = FUSIBLE,
     ) -> None:
-        """One kernel: reads its inputs, writes its outputs, and moves `turned` bytes.
+        """One kernel: reads its inputs, writes its outputs, and lays out maps.
 
         Args:
             flop: of a product, which is a kernel of its own.
@@ -217,8 +217,8 @@ class Tape:
         written = [array.occupied_bytes for array in outputs]
         if gathers:
             read[0] = min(read[0], sum(written))
-        own = self._charge(kernel, inputs, outputs)
-        moved = sum(read) + sum(written) + turned + own.moved_bytes
+        own = self._charge(kernel, inputs, outputs).plus(turned(turned_bytes))
+        moved = sum(read) + sum(written) + own.moved_bytes
         chain = self._doing
         part = chain.part
         fusing = fusing._replace(is_fusible=fusing.is_fusible and not flop)
