@@ -235,8 +235,8 @@ def _of_model(
 ) -> OptimizerProfile | None:
     """The profile on fake copies of the model's parameters; None where these cannot be stepped."""
     try:
-        with fake_tensors(), torch.random.fork_rng(devices=[]):
-            profile = _step_on_fakes(given, model, units, device_kind)
+        with fake_tensors() as fake, torch.random.fork_rng(devices=[]):
+            profile = _step_on_fakes(given, model, units, device_kind, Fakes(fake=fake))
     except InputError:
         raise
     except Exception:  # whatever a user's step does with tensors that have no values
@@ -245,9 +245,8 @@ def _of_model(
 
 
 def _step_on_fakes(
-    given: Given, model: nn.Module, units: Sequence[str], device_kind: str
+    given: Given, model: nn.Module, units: Sequence[str], device_kind: str, fakes: Fakes
 ) -> OptimizerProfile:
-    fakes = Fakes()
     owners: dict[int, str] = {}
     fakes_of: dict[nn.Parameter, nn.Parameter] = {}
     for path, parameter in model.named_parameters():

@@ -101,13 +101,15 @@ class LossWatch(TorchFunctionMode):
     ) -> None:
         """Follow products of linear layers through what leaves their last dimension alone, or moves
         it to the second."""
+        if func in _SILENT:
+            return  # sizes, strides and storages are asked for by the look itself
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         taken = [(tensor, n) for tensor in given if (n := self._product_of(tensor)) is not None]
         if func is F.linear and isinstance(result, Tensor):
             self._count += 1
             self._products[id(result)] = weakref.ref(result), (self._count, False)
-        if not taken or func in _SILENT or not torch.is_grad_enabled() or not tensors_in(result):
-            return  # sizes, strides and storages are asked for by the look itself
+        if not taken or not torch.is_grad_enabled() or not tensors_in(result):
+            return
         (first, (number, is_moved)), *others = taken
         is_first = bool(args) and args[0] is first and not others
         rest = args[1:]

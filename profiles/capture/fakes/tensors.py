@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.fakes.object_states import object_states
-from profiles.torch_compat import fake_tensors
+from profiles.torch_compat import FakeMaker, as_parameter, fake_tensors
 
 # Standard deviation of random parameters in place of those on the meta device: small, so that
 # numbers stay finite; as BERT and GPT-2 initialise.
@@ -26,13 +26,13 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 class Fakes:
     """One fake CPU tensor for each real tensor, whatever device that is on.
 
-    Ties stay ties. With `cast`, float32 parameters become that dtype. With `copies` the stand-ins
-    are no fakes but copies; of tensors without values small random numbers, or zeros.
+    Ties stay ties. With `cast`, float32 parameters become that dtype. Without `fake` the stand-ins
+    are copies; of tensors without values small random numbers, or zeros.
     """
 
-    def __init__(self, *, cast: torch.dtype | None = None, copies: bool = False) -> None:
+    def __init__(self, *, cast: torch.dtype | None = None, fake: FakeMaker | None = None) -> None:
         self._cast = cast
-        self._copies = copies
+        self._fake = fake
         self._made: dict[int, Tensor] = {}
         self._real: list[Tensor] = []  # keeps their ids from being used again
 
@@ -53,13 +53,16 @@ class Fakes:
     def _make(self, tensor: Tensor) -> Tensor:
         is_parameter = isinstance(tensor, nn.Parameter)
         cast = self._cast if is_parameter and tensor.dtype == torch.float32 else None
-        fake = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=cast or tensor.dtype, device="cpu"
-        )
-        if self._copies:
-            _give_values(fake, tensor)
+        dtype = cast or tensor.dtype
+        if self._fake is None:
+            copy_ = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+            _give_values(copy_, tensor)
+            if is_parameter:
+                return nn.Parameter(copy_, requires_grad=tensor.requires_grad)
+            return copy_.requires_grad_(tensor.requires_grad)
+        fake = self._fake(tensor, dtype)
         if is_parameter:
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            return as_parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)
 
 
@@ -94,8 +97,8 @@ def stand_ins(
     forward does to its module (buffers, caches, hooks) it does to the copy: at the end the modules
     are as they were, and so are the random number generators, also those that modules keep.
     """
-    with nullcontext() if copies else fake_tensors(), preserved_random_state():
-        fakes = Fakes(cast=cast, copies=copies)
+    with nullcontext() if copies else fake_tensors() as fake, preserved_random_state():
+        fakes = Fakes(cast=cast, fake=fake)
         with replaced(modules, fakes.of):
             yield fakes
 
@@ -158,6 +161,8 @@ def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, obje
 
 def _emptied(container: Any) -> Any:
     """Another one of its settings: the factory of a defaultdict, the length of a deque."""
+    if type(container) in (OrderedDict, dict, list):  # a module has many
+        return type(container)()
     other = copy.copy(container)
     other.clear()
     return other
