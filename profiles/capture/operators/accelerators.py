@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from profiles.model import attention_kernels
-from profiles.torch_compat import map_tensors
+from profiles.torch_compat import is_fake, map_tensors
 from profiles.torch_compat.attention import safe_softmax
 
 _REQUIRED = ("query", "key", "value")
@@ -103,6 +103,8 @@ def _dropping(is_on: bool) -> Iterator[None]:
 def _attended(func: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The call as the first kernel that takes it runs it."""
     mask, fused = given.get("attn_mask"), {**given, "dropout_p": 0.0}
+    if given["query"].shape[-1] != given["value"].shape[-1] and _is_plain(given):
+        return _attended_unevenly(given)
     if not _is_grouped_in_fp32(given):
         with _dropping(bool(given.get("dropout_p"))):
             if mask is None or not mask.requires_grad:
@@ -125,6 +127,51 @@ def _is_grouped_in_fp32(given: Mapping[str, Any]) -> bool:
     query, key = given["query"], given["key"]
     is_wide = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     return bool(is_wide and query.shape[1] != key.shape[1])
+
+
+def _is_plain(given: Mapping[str, Any]) -> bool:
+    """True for a call of which no mask is trained, with as many heads of keys as of queries."""
+    mask, query, key = given.get("attn_mask"), given["query"], given["key"]
+    is_trained = mask is not None and mask.requires_grad
+    has_heads = query.dim() == 4 and query.shape[1] == key.shape[1]
+    return has_heads and not is_trained and is_fake(query)  # real ones need a kernel that runs
+
+
+def _attended_unevenly(given: Mapping[str, Any]) -> Any:
+    """Values of another width than queries: memory-efficient and cuDNN's kernels take them, the
+    processor's does not (DeepSeek's latent attention)."""
+    operands = [given[name] for name in _REQUIRED]
+    mask = given.get("attn_mask")
+    if torch.is_autocast_enabled("cpu"):
+        operands, mask = map_tensors(_lowered, (operands, mask))
+    if mask is not None and mask.dtype == torch.bool:
+        mask = _additive(mask, operands[0].dtype)
+    with _dropping(bool(given.get("dropout_p"))), torch.autocast("cpu", enabled=False):
+        causal = given.get("is_causal", False)
+        return _Uneven.apply(*operands, mask, causal)  # type: ignore[no-untyped-call]
+
+
+class _Uneven(torch.autograd.Function):
+    """The processor's kernel on shapes alone, with an output as wide as the values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        wide, sums = call(query, key, value, 0.0, is_causal, attn_mask=mask)
+        out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
+        del wide
+        ctx.save_for_backward(query, key, value, out, sums, mask)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, mask = ctx.saved_tensors
+        call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = call(gradient, *saved, 0.0, ctx.is_causal, attn_mask=mask)
+        return *gradients, None, None
 
 
 class _Biased(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profiles.capture.capture import capture
-from profiles.capture.operators.accelerators import _written_out
+from profiles.capture.operators.accelerators import AcceleratorOperators, _written_out
 from profiles.model import attention_kernels
 from profiles.model.profile import ModelProfile, Numerics
 from profiles.model.work import AttentionCall, Product, ProductKind
@@ -97,6 +97,46 @@ def test_with_a_dense_one_accelerators_keep_no_scores_and_give_it_a_gradient(
     assert activation_bytes(there) == activation_bytes(plain)
     sums = 4 * HEADS * TOKENS  # one for each query
     assert activation_bytes(here) - activation_bytes(there) >= sums * TOKENS - sums
+
+
+class Latent(nn.Module):
+    """Attention whose queries and keys are half as wide again as its values, as DeepSeek's."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.wide, self.values = 3 * WIDTH // 2, WIDTH
+        self.qkv = nn.Linear(WIDTH, 2 * self.wide + self.values)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for t in self.qkv(x).split([self.wide, self.wide, self.values], dim=-1)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, None, self.dropout, is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_values_narrower_than_queries_keep_no_scores_on_accelerators(dropout: float) -> None:
+    """Kept are queries, keys, values, the output and a sum for each query."""
+    there, here = (profile(Latent(dropout), on_processor=o) for o in (False, True))
+    rows = [4 * TOKENS * width for width in (3 * WIDTH // 2, 3 * WIDTH // 2, WIDTH, WIDTH)]
+    assert activation_bytes(there) == sum(rows) + 4 * HEADS * TOKENS
+    assert activation_bytes(here) - activation_bytes(there) >= 3 * HEADS * TOKENS * TOKENS
+    (call,) = attention_calls(there)
+    assert (call.width, call.value_width) == (3 * WIDTH // 2 // HEADS, WIDTH // HEADS)
+    assert call.dropout == bool(dropout)
+    assert not attention_calls(here)
+
+
+def test_values_narrower_than_queries_are_attended_to_in_a_run_too() -> None:
+    """Where code acts on values the look is a run, on copies."""
+    q, k, v = (torch.randn(1, HEADS, 4, width, requires_grad=True) for width in (6, 6, 4))
+    with AcceleratorOperators():
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected)
 
 
 class Grouped(nn.Module):
