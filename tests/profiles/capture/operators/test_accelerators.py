@@ -131,7 +131,7 @@ def test_values_narrower_than_queries_keep_no_scores_on_accelerators(dropout: fl
 
 
 def test_values_narrower_than_queries_are_attended_to_in_a_run_too() -> None:
-    """Where code acts on values the look is a run, on copies."""
+    """A look at code that acts on values is a run, on copies."""
     q, k, v = (torch.randn(1, HEADS, 4, width, requires_grad=True) for width in (6, 6, 4))
     with AcceleratorOperators():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
