@@ -26,7 +26,9 @@ CAST, STRIDED, BOTH = 0.4, 0.5, 0.7
 0.67."""
 _OF_ELEMENT = {
     **{"gelu": 0.1, "gelu_backward": 0.1, "silu": 0.1, "silu_backward": 0.1},
-    **{"native_dropout": 0.17, "cat": 0.65},
+    **{"native_dropout": 0.17, "cat": 0.65, "roll": 0.9},
+    **{"max_pool2d_with_indices": 0.65, "max_pool2d_with_indices_backward": 2.2},
+    **{"native_group_norm": 2.0, "native_group_norm_backward": 0.9},
 }
 _OF_NORM = {"native_layer_norm": (300, 0.15), "native_layer_norm_backward": (500, 1.0)}
 """Of a row and of an element: rows of 128 to 8,192 took 333 to 1,570 forward."""

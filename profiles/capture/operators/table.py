@@ -41,6 +41,11 @@ _KEPT = (
 _ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # The first tensor is a table of which only the rows asked for are read.
 _GATHERS = ("embedding", "index", "index_select", "gather")
+# Of the tensor in this place one element is read for each of the next one's: a target's score.
+_PICKS = {
+    **{"nll_loss_forward": 0, "nll_loss2d_forward": 0},
+    **{"nll_loss_backward": 1, "nll_loss2d_backward": 1},
+}
 # Compilers run these in one kernel with their neighbours, as they do all pointwise operators.
 _FUSIBLE = (
     *("mean", "sum", "amax", "var", "var_mean", "_softmax", "_safe_softmax", "_log_softmax"),
@@ -213,6 +218,10 @@ def read_bytes(
         read[0] = 0
     if read and name in _GATHERS:
         read[0] = min(read[0], sum(map(occupied_bytes, outputs)))
+    if name in _PICKS:
+        scores, targets = inputs[_PICKS[name] :][:2]
+        picked = targets.numel() * scores.element_size()
+        read[_PICKS[name]] = min(read[_PICKS[name]], picked)
     return read
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from profiles.closed_forms.families.fusing import ALONE, ATTENTION, GATHER
-from profiles.closed_forms.families.layouts import dense
+from profiles.closed_forms.families.layouts import contiguous, dense
 from profiles.closed_forms.families.memory import DType
 from profiles.closed_forms.families.operations import (
     cast,
@@ -62,13 +62,22 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
     tape.record([scores], [logits], lambda g: [elementwise(g, kept_scores, kernel=back)])
     scores_in, targets = tape.save(scores), tape.save(targets)
     loss, weight = tape.empty((), scores.dtype), tape.empty((), scores.dtype)
-    tape.launch([scores, targets], [loss, weight])
+    tape.launch([_picked(scores, targets), targets], [loss, weight])
     weight = tape.save(weight)
     shape, dtype = scores.shape, scores.dtype
-    tape.record(
-        [loss], [scores], lambda g: [g.tape.run([g, scores_in, targets, weight], shape, dtype)]
-    )
+
+    def backward(g: Array) -> list[Gradient]:
+        read = [g, _picked(scores_in, targets), targets, weight]
+        return [g.tape.run(read, shape, dtype)]
+
+    tape.record([loss], [scores], backward)
     return loss
+
+
+def _picked(scores: Array, targets: Array) -> Array:
+    """Of the scores, one for each target."""
+    strides = contiguous(targets.shape)
+    return Array(scores.tape, targets.shape, strides, scores.dtype, scores.storage)
 
 
 # Matrix products

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiles.capture.capture import capture
+from profiles.capture.operators.table import moved_bytes
 from profiles.model.affine import Affine
 from profiles.model.kernel_cycles import CAST, STRIDED
 from profiles.model.profile import Numerics, UnitCost
@@ -77,6 +78,17 @@ def test_softmax_is_one_kernel_forward_and_two_backward() -> None:
     forward, backward = kernels(lambda x: x)
     assert kernels(softmax) == (forward + 1, backward + 2)
     assert added(softmax, "backward_moved_bytes").per_sample == 6 * 4 * ELEMENTS
+
+
+def test_a_loss_reads_the_score_of_each_target_alone() -> None:
+    """Its gradient is written whole: zeros beside the targets' places."""
+    scores, targets = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.long)
+    one, aten = torch.zeros(()), torch.ops.aten
+    forward = moved_bytes(aten.nll_loss_forward.default, [scores, targets], [one, one])
+    assert forward == ROWS * (4 + 8) + 2 * 4
+    taken = [one, scores, targets, one]
+    backward = moved_bytes(aten.nll_loss_backward.default, taken, [scores])
+    assert backward == ROWS * (4 + 8) + 2 * 4 + scores.nbytes
 
 
 def test_cross_entropy_over_classes_before_positions_waits_for_each_class() -> None:
