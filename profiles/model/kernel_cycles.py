@@ -29,6 +29,7 @@ _OF_ELEMENT = {
     **{"native_dropout": 0.17, "cat": 0.65, "roll": 0.9},
     **{"max_pool2d_with_indices": 0.65, "max_pool2d_with_indices_backward": 2.2},
     **{"native_group_norm": 2.0, "native_group_norm_backward": 0.9},
+    **{"gather": 0.2, "scatter_add": 1.9, "scatter_add_": 1.9},
 }
 _OF_NORM = {"native_layer_norm": (300, 0.15), "native_layer_norm_backward": (500, 1.0)}
 """Of a row and of an element: rows of 128 to 8,192 took 333 to 1,570 forward."""

@@ -215,7 +215,7 @@ def _route(
     wide = ops.reshape(wide, -1, mixture.experts)
     ranked = _without(ranked, wide)
     places = top(ranked, mixture.chosen)[1]
-    weights = gathered(scores, places, places.shape)
+    weights = gathered(scores, places, places.shape, by_index=False)
     if mixture.is_normalised:
         total = ops.add_number(ops.sum_over(weights, -1, keep=True))
         weights = ops.div(weights, total, in_place=True)

@@ -119,12 +119,14 @@ def experts(
     return ops.cast(summed, rows.dtype)
 
 
-def gathered(table: Array, index: Array, shape: Shape) -> Array:
-    """Entries of a table that `index` asks for, in this shape."""
+def gathered(table: Array, index: Array, shape: Shape, *, by_index: bool = True) -> Array:
+    """Entries of a table that `index` asks for, in this shape; else by `gather`."""
     index = table.tape.save(index)
     out = table.tape.empty(shape, table.dtype)
-    table.tape.launch([table, index], [out], gathers=True, fusing=GATHER)
-    table.tape.record([out], [table], _scattered(index, table))
+    kernel = "" if by_index else "gather"
+    table.tape.launch([table, index], [out], gathers=True, kernel=kernel, fusing=GATHER)
+    back = _scattered(index, table, kernel="" if by_index else "scatter_add")
+    table.tape.record([out], [table], back)
     return out
 
 
@@ -132,13 +134,15 @@ def _rows(table: Array, index: Array) -> Array:
     return gathered(table, index, (*index.shape, *table.shape[1:]))
 
 
-def _scattered(index: Array, table: Array) -> Callable[[Array], list[Gradient]]:
+def _scattered(
+    index: Array, table: Array, *, kernel: str = ""
+) -> Callable[[Array], list[Gradient]]:
     """Backward that adds up gradients into a table of zeros."""
     shape, dtype = table.shape, table.dtype
 
     def backward(g: Array) -> list[Gradient]:
         zeros = g.tape.run([g], shape, dtype)
-        return [g.tape.run([zeros, index, g], shape, dtype, fusing=ALONE)]
+        return [g.tape.run([zeros, index, g], shape, dtype, kernel=kernel, fusing=ALONE)]
 
     return backward
 

@@ -64,6 +64,14 @@ MEASURED = {
     "log softmax of a vocabulary": (
         "_log_softmax", [rows(16384, 50304)], rows(16384, 50304), 3087.0
     ),
+    "picked scores": (
+        "gather", [half(128, 512, 512), rows(128, 512, 512, dtype="int64")],
+        half(128, 512, 512), 114.9,
+    ),
+    "and their gradient": (
+        "scatter_add", [half(128, 512, 512), rows(128, 512, 512, dtype="int64"),
+        half(128, 512, 512)], half(128, 512, 512), 353.6,
+    ),
     "a roll": ("roll", [half(64, 14, 14, 512)], half(64, 14, 14, 512), 27.5),
     "a group norm": (
         "native_group_norm", [rows(16, 64, 256, 256)], rows(16, 64, 256, 256), 640.0
@@ -75,7 +83,7 @@ MEASURED = {
 @pytest.mark.parametrize("name", MEASURED)
 def test_a_kernel_takes_what_it_took_in_a_step(name: str) -> None:
     kernel, inputs, out, microseconds = MEASURED[name]
-    size = {"float32": 4, "bfloat16": 2}
+    size = {"float32": 4, "bfloat16": 2, "int64": 8}
     moved = sum(prod(each.shape) * size[each.dtype] for each in (*inputs, out))
     moved += out.elements if kernel == "native_dropout" else 0  # the mask
     charged = charge(kernel, inputs, [out])
