@@ -26,7 +26,7 @@ CAST, STRIDED, BOTH = 0.4, 0.5, 0.7
 0.67."""
 _OF_ELEMENT = {
     **{"gelu": 0.1, "gelu_backward": 0.1, "silu": 0.1, "silu_backward": 0.1},
-    **{"native_dropout": 0.17, "cat": 0.65, "roll": 0.9},
+    **{"native_dropout": 0.17, "cat": 0.65, "stack": 0.9, "roll": 0.9},
     **{"max_pool2d_with_indices": 0.65, "max_pool2d_with_indices_backward": 2.2},
     **{"native_group_norm": 2.0, "native_group_norm_backward": 0.9},
     **{"gather": 0.2, "scatter_add": 1.9, "scatter_add_": 1.9},

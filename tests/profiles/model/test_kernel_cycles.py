@@ -64,6 +64,9 @@ MEASURED = {
     "log softmax of a vocabulary": (
         "_log_softmax", [rows(16384, 50304)], rows(16384, 50304), 3087.0
     ),
+    "gradients of queries, keys and values put together": (
+        "stack", [half(8, 32, 2048, 80)] * 3, half(3, 8, 32, 2048, 80), 551.1
+    ),
     "picked scores": (
         "gather", [half(128, 512, 512), rows(128, 512, 512, dtype="int64")],
         half(128, 512, 512), 114.9,
