@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from engines.blocks.logits import AskedLoss, UnmadeLogits
 from engines.blocks.wrap import wrap_forward
@@ -215,6 +216,7 @@ class _ChunkedSum(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(

@@ -105,8 +105,12 @@ def _contexts(kind: Recompute, block: nn.Module) -> Contexts:
     else:
         first, second = nullcontext(), nullcontext()
     state, norms = ForwardState(list(block.modules())), _batch_norms(block)
-    first, second = _within(state.first(), first), _within(state.second(), second)
-    return first, (_frozen_statistics(second, norms) if norms else second)
+
+    def again() -> AbstractContextManager[None]:
+        own = _within(state.second(), second)
+        return _frozen_statistics(own, norms) if norms else own
+
+    return _within(state.first(), first), _EachTime(again)
 
 
 @contextmanager
@@ -115,6 +119,23 @@ def _within(
 ) -> Iterator[None]:
     with outer, inner:
         yield
+
+
+class _EachTime(AbstractContextManager[None]):
+    """A context that is made anew whenever it is entered: a graph that is retained runs a block
+    again in each of its backwards."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *of_error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*of_error)
 
 
 def _batch_norms(block: nn.Module) -> list[nn.BatchNorm2d]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from engines.blocks.wrap import wrap_forward
 from engines.context.attention import OwnTokens
@@ -146,6 +147,7 @@ class _Joined(torch.autograd.Function):
         return joined(every.chunk(axis.size), dim=dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         axis = ctx.axis
         own = part(gradients[0], rank=axis.position, size=axis.size, dim=ctx.dim)

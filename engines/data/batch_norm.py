@@ -101,9 +101,7 @@ class _AllReduceSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _all_reduce(gradients[0], ctx.group), None
 
 
 def _forward(norm: nn.BatchNorm2d, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:

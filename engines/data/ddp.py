@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +26,7 @@ def replicate(
     profile: ModelProfile,
     device: torch.device | None,
     group: dist.ProcessGroup | None,
-    ignored: Iterable[str] = (),
+    ignored: Collection[str] = (),
     bucket_mib: int | None = None,
 ) -> DistributedDataParallel:
     """Wrap `model` so that its backward averages gradients over the ranks of `group`.
@@ -63,6 +63,9 @@ def replicate(
         # DDP waits for a result that fake groups do not have; a hook in Python does the same.
         runner.register_comm_hook(group, all_reduced)
     _require_calls_through(runner, opens=profile.may_skip_parameters)
+    waited_for = [p for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+    # Where a step uses all of them, one speaks for all.
+    _require_one_backward(runner, waited_for if profile.may_skip_parameters else waited_for[:1])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.ndim > 2 and 1 in parameter.shape:
             parameter.register_hook(functools.partial(_with_strides_of, parameter.stride()))
@@ -132,6 +135,36 @@ def _require_calls_through(runner: DistributedDataParallel, *, opens: bool) -> N
     if opens:
         runner.module.register_forward_hook(show)
         runner.register_forward_hook(close_output)
+
+
+def _require_one_backward(
+    runner: DistributedDataParallel, parameters: Iterable[nn.Parameter]
+) -> None:
+    """Refuse a second backward without a forward before it: DDP exchanges gradients once a forward,
+    and each rank would silently add those of its own data alone."""
+    reached: set[nn.Parameter] = set()
+
+    def begin(module: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled():
+            reached.clear()
+
+    def check(parameter: Tensor) -> None:
+        if parameter in reached:
+            raise ModelError(
+                "a second backward since the last forward: DDP has exchanged gradients in the"
+                " first, and would not exchange what this one adds",
+                hints=[
+                    "run one backward of their sum: `(first + second).backward()`",
+                    "or the backwards but the last, with their forwards, in `parallel.no_sync()`",
+                    "or shard: `dp_shard` or `zero=1` allow both",
+                ],
+            )
+        if runner.require_backward_grad_sync:
+            reached.add(parameter)  # type: ignore[arg-type]
+
+    runner.register_forward_pre_hook(begin)
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(check)
 
 
 def require_all_reduced(

@@ -45,7 +45,7 @@ def dispatch(
 def _all_to_all_rows(
     rows: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis
 ) -> Tensor:
-    result: Tensor = _AllToAll.apply(rows, sent, received, axis.group)  # type: ignore[no-untyped-call]
+    result: Tensor = _AllToAll.apply(rows, sent, received, axis)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -58,14 +58,15 @@ class _AllToAll(torch.autograd.Function):
         rows: Tensor,
         sent: Sequence[int],
         received: Sequence[int],
-        group: dist.ProcessGroup | None,
+        axis: Axis,
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
+        ctx.sent, ctx.received, ctx.axis = sent, received, axis
+        return _all_to_all(rows, sent, received, axis.group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        rows = _all_to_all_rows(gradients[0], ctx.received, ctx.sent, ctx.axis)
+        return rows, None, None, None
 
 
 def _all_to_all(

@@ -1,4 +1,9 @@
-"""Collectives of split layers, with their gradients."""
+"""Collectives of split layers, with their gradients.
+
+A backward is the collective that answers the forward's (of a `copy` a `reduce`, of a `gather` a
+`scatter`), so that gradients of gradients are those of one process: penalties on the gradient of an
+input, forces that are learnt.
+"""
 
 from __future__ import annotations
 
@@ -134,21 +139,23 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)  # others may refer to it
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        own = gradients[0].clone(memory_format=torch.contiguous_format)  # others may refer to it
+        return _apply(_Reduce, own, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
         total = partial.detach().contiguous()  # a product, which its own backward does not need
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+        if not torch.is_grad_enabled():
+            return gradients[0], None
+        return _apply(_Copy, gradients[0], ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -159,6 +166,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        if torch.is_grad_enabled():
+            return _apply(_Scatter, gradients[0], ctx.cut, ctx.ranks), None, None, None
         mine = ctx.cut.part(gradients[0], rank=ctx.ranks.rank, size=ctx.ranks.size)
         return mine, None, None, None
 
@@ -172,7 +181,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        every = all_gather(gradients[0], ctx.cut, length=ctx.length, ranks=ctx.ranks)
+        every = _apply(_Gather, gradients[0], ctx.cut, ctx.length, ctx.ranks)
         return every, None, None
 
 
@@ -185,7 +194,8 @@ class _SplitTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_tokens(gradients[0], ctx.ranks), None
+        part, ranks = gradients[0], ctx.ranks
+        return _apply(_Gather, part, SEQUENCE, part.shape[1] * ranks.size, ranks), None
 
 
 class _JoinTokens(torch.autograd.Function):
@@ -196,7 +206,7 @@ class _JoinTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _summed_tokens(gradients[0], ctx.ranks), None
+        return _apply(_ReduceTokens, gradients[0], ctx.ranks), None
 
 
 class _ReduceTokens(torch.autograd.Function):
@@ -207,7 +217,7 @@ class _ReduceTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _all_tokens(gradients[0], ctx.ranks), None
+        return _apply(_JoinTokens, gradients[0], ctx.ranks), None
 
 
 def _all_tokens(part: Tensor, ranks: GroupCollectives) -> Tensor:
