@@ -3,14 +3,15 @@ between units on a rank with two stages.
 
 Buffers and plain attributes of modules, and of objects that they keep (moments, counters,
 temperatures, caches), may be changed in place or replaced, lists, dicts and sets that are
-attributes may get other items, and generators may be drawn from. The second run sees them as the
-first one did, and leaves no trace.
+attributes may get other items, also those in tuples, and generators may be drawn from: Python's and
+numpy's too. The second run sees them as the first one did, and leaves no trace.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import random
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from operator import is_
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ from profiles.torch_compat import is_batch_norm, version_of
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module: parameters, modules and hooks; buffers are looked at apart."""
 _ABSENT = object()
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (list, dict, set, deque, tuple)
 _PLAIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), FunctionType, torch.dtype, torch.Size)
 )
@@ -46,6 +48,8 @@ class ForwardState:
         self._modules = modules
         self._before: list[tuple[dict[str, Any], str, object]] = []
         self._objects: list[ObjectState] = []
+        self._clones: list[Tensor] = []
+        self._drawn: tuple[Any, Any] | None = None
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -59,12 +63,15 @@ class ForwardState:
         containers = {id(c): (c, _copied(c)) for c in filter(_may_be_filled, every)}
         tensors = filter(_may_be_written, [*every, *_items(c for c, _ in containers.values())])
         values = {id(t): (t, version_of(t), t.clone()) for t in tensors}
+        numbers = random.getstate(), np.random.get_state(legacy=False)
         try:
             yield
         finally:
+            self._drawn = numbers if _has_drawn(*numbers) else None
             written = {i: clone for i, (t, v, clone) in values.items() if version_of(t) != v}
             filled = {i: n for i, (c, n) in containers.items() if not _has_same(c, n, written)}
             changed = written.keys() | filled.keys()
+            self._clones = list(written.values())
             for each in (*known, *(_Held(n, (), []) for n in empty if n)):
                 if not (each.is_same() and changed.isdisjoint(map(id, each.values))):
                     self._note_changes(each.names, each.attributes, written, filled)
@@ -106,12 +113,15 @@ class ForwardState:
         valid."""
         now = [(names, name, names.get(name, _ABSENT)) for names, name, _ in self._before]
         with torch.no_grad():
+            clones = {id(clone): clone.clone() for clone in self._clones}
             copies: dict[int, object] = {
-                id(v): v.clone() if isinstance(v, Tensor) else _copied(v)
+                id(v): v.clone() if isinstance(v, Tensor) else _copied(v, clones)
                 for _, _, v in self._before
                 if isinstance(v, (Tensor, *_CONTAINERS))
             }
         objects = [state.now() for state in self._objects]
+        numbers = self._drawn and (random.getstate(), np.random.get_state(legacy=False))
+        _draw_from(self._drawn)
         _put((names, name, copies.get(id(value), value)) for names, name, value in self._before)
         for state in self._objects:
             state.put(state.part)
@@ -121,6 +131,22 @@ class ForwardState:
             _put(iter(now))
             for state in objects:
                 state.put(state.part)
+            _draw_from(numbers)
+
+
+def _has_drawn(python: Any, array: Any) -> bool:
+    """True if Python's or numpy's generator is not any more where it was."""
+    now = np.random.get_state(legacy=False)
+    is_same = now["state"]["pos"] == array["state"]["pos"] and np.array_equal(
+        now["state"]["key"], array["state"]["key"]
+    )
+    return not is_same or now["has_gauss"] != array["has_gauss"] or random.getstate() != python
+
+
+def _draw_from(numbers: tuple[Any, Any] | None) -> None:
+    if numbers is not None:
+        random.setstate(numbers[0])
+        np.random.set_state(numbers[1])
 
 
 def _is_kept(old: object, new: object) -> bool:
@@ -192,6 +218,8 @@ def _may_be_filled(value: object) -> bool:
     """True for a container whose items a forward might change; not of results of an earlier one."""
     if not isinstance(value, _CONTAINERS):
         return False
+    if isinstance(value, tuple) and _PLAIN.issuperset(map(type, value)):  # a size, a stride
+        return False
     return not any(map(_has_graph, _items([value])))
 
 
@@ -202,6 +230,9 @@ def _copied(
     those with these ids."""
     if not depth or not isinstance(value, _CONTAINERS):
         return instead.get(id(value), value)
+    if isinstance(value, tuple):
+        items = [_copied(item, instead, depth - 1) for item in value]
+        return tuple.__new__(type(value), items)
     other = copy.copy(value)
     if isinstance(other, set):
         return other

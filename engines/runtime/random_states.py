@@ -23,6 +23,13 @@ def random_states(device: torch.device | None = None) -> dict[str, Any]:
     return states
 
 
+def seed_all(seed: int) -> None:
+    """Let all global generators begin at `seed`."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
 def require_random_states(states: dict[str, Any], device: torch.device | None = None) -> None:
     """Raise what `restore_random_states` would; generators are as they were afterwards."""
     before = random_states(device)

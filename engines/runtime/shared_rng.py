@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from engines.runtime.mesh import Axis
+from engines.runtime.random_states import random_states, restore_random_states, seed_all
 from profiles.errors import ModelError
 
 
@@ -27,8 +28,9 @@ class SharedRng:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Inside, all ranks of the axis draw the same numbers, different ones each time and on
-        every other axis; all of them enter it. The first rank's generator advances by one number.
+        """Inside, all ranks of the axis draw the same numbers, torch's, Python's and numpy's:
+        different ones each time and on every other axis; all of them enter it. The first rank's
+        generator advances by one number.
 
         Raises:
             ModelError: where layers are uneven, the ranks drew different amounts of numbers, and
@@ -42,16 +44,16 @@ class SharedRng:
             seed.random_(2**62)  # room for the rank number that is added
         seed = seed.to(self._device)
         dist.broadcast(seed, group=self._tp.group, group_src=0)
-        devices = [self._device] if self._device.type == "cuda" else []
+        before = random_states(self._device)
         self._is_agreed = True
         try:
-            with torch.random.fork_rng(devices=devices):
-                # Scripts seed all ranks alike; replicas draw different numbers all the same.
-                torch.manual_seed(int(seed) + self._tp.ranks[0])
-                yield
-                if self._is_uneven:
-                    self._require_agreement()
+            # Scripts seed all ranks alike; replicas draw different numbers all the same.
+            seed_all(int(seed) + self._tp.ranks[0])
+            yield
+            if self._is_uneven:
+                self._require_agreement()
         finally:
+            restore_random_states(before, self._device)
             self._is_agreed = False
 
     def _require_agreement(self) -> None:

@@ -152,8 +152,8 @@ def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, obje
         copies[id(value)] = sequence = _emptied(value)
         sequence.extend(copied(item, of, copies) for item in value)
         return sequence
-    if type(value) is tuple:
-        return tuple(copied(item, of, copies) for item in value)
+    if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return tuple.__new__(type(value), [copied(item, of, copies) for item in value])
     if type(value) is set:
         return set(value)
     return value

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from types import MethodType
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -149,6 +151,31 @@ class Caching(nn.Module):
         return x + self.out(torch.tanh(x))
 
 
+class Place(NamedTuple):
+    calls: list[int]
+    scale: Tensor
+
+
+class Nesting(nn.Module):
+    """Computes with what it counts and scales in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+        self.places = ({"calls": [0]}, Place([0], torch.ones(6)))
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            counts, place = self.places
+            counts["calls"].append(len(counts["calls"]))
+            place.calls[0] += 1
+            place.scale.mul_(0.9)
+            x = x * sum(counts["calls"]) + place.calls[0] * place.scale.clone()
+            self.forwards.fill_(place.calls[0])
+        return x + self.out(torch.tanh(x))
+
+
 class Stack(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -166,6 +193,7 @@ STATEFUL = {
     "replacing": Replacing,
     "collecting": Collecting,
     "caching": Caching,
+    "nesting": Nesting,
 }
 
 
@@ -205,7 +233,7 @@ def test_recompute_restores_buffers_that_a_block_changes(
         assert wrong_counters == []
 
 
-@pytest.mark.parametrize("kind", ["replacing", "collecting", "caching"])
+@pytest.mark.parametrize("kind", ["replacing", "collecting", "caching", "nesting"])
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_recompute_restores_what_a_block_replaces_or_counts(recompute: str, kind: str) -> None:
     gradient, states, wrong_counters = _stateful(kind, f"recompute={recompute}")
@@ -230,6 +258,34 @@ def _dropout(recompute: str) -> dict[str, Tensor]:
 def test_recompute_repeats_the_dropout_mask(recompute: str) -> None:
     plain, actual = _dropout("none"), _dropout(recompute)
     assert all(torch.equal(actual[n], plain[n]) for n in plain)
+
+
+class Noisy(nn.Module):
+    """Multiplies by numbers that Python and numpy draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.from_numpy(np.random.rand(6)).float() + torch.tensor(random.random())
+        return x + torch.tanh(self.out(x)) * noise
+
+
+def _noisy(recompute: str) -> tuple[dict[str, Tensor], list[float]]:
+    case = Case(lambda: Stack(Noisy), CASES["lstm"].batch, CASES["lstm"].loss_fn)
+    _, parallel = spread(case, f"dp_replicate=1 recompute={recompute}")
+    random.seed(5)
+    np.random.seed(5)
+    parallel.forward_backward(case.batch(8))
+    return parallel.full_gradients(), [random.random(), np.random.rand()]
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recompute_repeats_the_draws_of_python_and_numpy(recompute: str) -> None:
+    (plain, following), (actual, after) = _noisy("none"), _noisy(recompute)
+    assert all(torch.equal(actual[n], plain[n]) for n in plain)
+    assert after == following
 
 
 SEEN: list[Tensor] = []

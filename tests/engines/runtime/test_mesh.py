@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,30 @@ def test_tp_ranks_share_dropout_masks_and_replicas_do_not(pool: Pool) -> None:
     steps = [rank[:2] for rank in results]
     assert steps[0] == steps[1] != steps[2] == steps[3]
     assert steps[0][0] != steps[0][1]
+
+
+def drawn_elsewhere() -> tuple[list[float], list[float]]:
+    """Numbers of Python and numpy that a rank draws in two steps and after them, seeded apart."""
+    mesh = Mesh(Plan.parse("tp=2"), join_world())
+    draws = SharedRng(mesh.tp, torch.device("cpu"))
+    random.seed(mesh.tp.position)
+    np.random.seed(mesh.tp.position)
+    shared: list[float] = []
+    for _ in range(2):
+        with draws.shared():
+            shared += [random.random(), np.random.rand()]
+    return shared, [random.random(), np.random.rand()]
+
+
+@pytest.mark.dist
+def test_tp_ranks_share_numbers_of_python_and_numpy_in_a_step_and_not_after_it(pool: Pool) -> None:
+    (first, after_first), (second, after_second) = pool.run(drawn_elsewhere, world_size=2)
+    assert first == second
+    assert len(set(first)) == 4
+    random.seed(0)
+    np.random.seed(0)
+    assert after_first == [random.random(), np.random.rand()]
+    assert set(after_first).isdisjoint(after_second)
 
 
 def test_one_rank_draws_no_shared_random_numbers() -> None:
