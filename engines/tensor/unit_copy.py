@@ -17,6 +17,7 @@ from engines.tensor.copy_tree import copy_tree
 from profiles.capture.batch.call import Batch, call_model
 from profiles.capture.batch.rows import split_rows
 from profiles.capture.batch.tree import map_batch
+from profiles.capture.fakes.code_states import unchanged_code
 from profiles.capture.fakes.known_values import known_values
 from profiles.capture.fakes.mode import FakeRunMode
 from profiles.capture.fakes.tensors import preserved_random_state, replaced, stand_ins
@@ -428,6 +429,6 @@ def _left_as_it_was(model: nn.Module) -> Iterator[None]:
     def own(tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
-    with preserved_random_state(), replaced([model], own):
+    with unchanged_code([model]), preserved_random_state(), replaced([model], own):
         model.eval()
         yield

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from profiles.capture.batch.call import call_model, loss_of
 from profiles.capture.batch.rows import batch_size, split_rows
 from profiles.capture.batch.tree import map_batch
+from profiles.capture.fakes.code_states import unchanged_code
 from profiles.capture.fakes.mode import DROPPED, KEPT
 from profiles.capture.fakes.tensors import preserved_random_state, replaced
 from profiles.capture.frames import model_line, summary
@@ -264,7 +265,12 @@ def _require_runs(subject: TracedModel, failures: Sequence[CannotFollow]) -> Non
         raise suspects[0]
     device = parameters[0].device if parameters else torch.device("cpu")
     modules = [model, subject.loss_fn] if isinstance(subject.loss_fn, nn.Module) else [model]
-    with torch.no_grad(), preserved_random_state(), replaced(modules, _own_buffer):
+    with (
+        torch.no_grad(),
+        unchanged_code(modules),
+        preserved_random_state(),
+        replaced(modules, _own_buffer),
+    ):
         batch = map_batch(lambda tensor: tensor.to(device), sample)
         try:
             output = call_model(model, batch, has_target=subject.loss_fn is not None)

@@ -24,7 +24,7 @@ DEPTH = 2
 object leads to is no state of a forward, and may lead to all of a program."""
 MOST_BYTES = 2**20
 """Of an array that may be a state; a larger one is data."""
-_NOT_OWN = sys.stdlib_module_names | {"numpy", "torch", "advisor", "engines", "profiles"}
+NOT_OWN = sys.stdlib_module_names | {"numpy", "torch", "advisor", "engines", "profiles"}
 _NO_STATE = (type, FunctionType, MethodType, Tensor, nn.Module)
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -186,4 +186,4 @@ def _items(values: list[object], known: set[int]) -> Iterator[object]:
 def _is_own(value: object) -> bool:
     """True for an object of a class that is neither Python's, torch's nor ours."""
     kind = type(value)
-    return kind is SimpleNamespace or kind.__module__.partition(".")[0] not in _NOT_OWN
+    return kind is SimpleNamespace or kind.__module__.partition(".")[0] not in NOT_OWN

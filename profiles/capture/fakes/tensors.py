@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiles.capture.fakes.code_states import unchanged_code
 from profiles.capture.fakes.object_states import object_states
 from profiles.torch_compat import FakeMaker, as_parameter, fake_tensors
 
@@ -95,9 +96,14 @@ def stand_ins(
     Every module gets a copy of its attributes with the tensors in them replaced, also those in
     plain lists and dicts, and so do objects of the user's own classes that it keeps. Whatever a
     forward does to its module (buffers, caches, hooks) it does to the copy: at the end the modules
-    are as they were, and so are the random number generators, also those that modules keep.
+    are as they were, and so are the random number generators, also those that modules keep, and
+    what the modules' code remembers.
     """
-    with nullcontext() if copies else fake_tensors() as fake, preserved_random_state():
+    with (
+        unchanged_code(modules),  # before tensors that are made are fake
+        nullcontext() if copies else fake_tensors() as fake,
+        preserved_random_state(),
+    ):
         fakes = Fakes(cast=cast, fake=fake)
         with replaced(modules, fakes.of):
             yield fakes
