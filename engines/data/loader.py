@@ -5,25 +5,28 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import random
-from collections import deque
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    Sampler,
     SequentialSampler,
 )
 
 from engines.data.prefetch import CopiesAhead
+from engines.data.replica_batches import (
+    OwnRandomness,
+    ReplicaBatches,
+    iterates_itself,
+    with_batches,
+)
+from engines.data.replica_batches import split_rows_evenly as split_rows_evenly
+from engines.data.same_rows import fingerprint
 from engines.plan import Plan
 from engines.runtime.activity import activity
 from engines.runtime.data_place import DataPlace
@@ -43,15 +46,6 @@ _numbers = itertools.count()
 """Of loaders: ranks make theirs in the same order."""
 
 
-def split_rows_evenly(rows: int, replicas: int) -> list[int]:
-    """The number of rows of each replica: as equal as possible, the first ones one more.
-
-    >>> split_rows_evenly(10, 4)
-    [3, 3, 2, 2]
-    """
-    return [rows // replicas + (replica < rows % replicas) for replica in range(replicas)]
-
-
 class ShardedLoader:
     """A loader of global batches, seen by one replica: its rows of every batch.
 
@@ -63,11 +57,19 @@ class ShardedLoader:
     anything else that yields batches is split by row after loading. Shuffling draws the same order
     on every replica, another one each epoch: torch's, numpy's and Python's random numbers are
     seeded while the sampler draws, and put back. A loader that is already split by a
-    `DistributedSampler` passes through, with its epoch set.
+    `DistributedSampler` passes through, with its epoch set. A class of the user's own that says
+    what a pass is gives whole batches.
+
+    A pass may begin while another is under way, of an evaluation say: each goes on in its place.
 
     Args:
         dims: of the batches, where they are known; see `profiles.capture.batch.dims`.
         copies: to the device, begun one batch ahead where workers load and pin the batches.
+        draws: random numbers of loading in this process, where several ranks make up a replica:
+            they load the same rows, whatever each has drawn in its layers.
+
+    Attributes:
+        print: of the whole batch that was handed out last, where every rank read all of it.
 
     Raises:
         InputError: nothing that yields batches, or a shuffled loader without automatic batches,
@@ -83,6 +85,7 @@ class ShardedLoader:
         seed: int,
         dims: Dims | None = None,
         copies: CopiesAhead | None = None,
+        draws: OwnRandomness | None = None,
     ) -> None:
         if not isinstance(loader, Iterable):
             raise InputError(
@@ -93,10 +96,11 @@ class ShardedLoader:
         self.replica, self.replicas = replica, replicas
         self._number, self._passes = next(_numbers), 0
         self._dims = dims or None
-        self._copies = copies
+        self._copies, self._draws = copies, draws
+        self.print = 0
         self.epoch = 0
         self._source = loader
-        self._indices: _ReplicaBatches | None = None
+        self._indices: ReplicaBatches | None = None
         self._sampler: DistributedSampler[object] | None = None
         self._generator: torch.Generator | None = None
         self._samplers: list[object] = []
@@ -107,12 +111,14 @@ class ShardedLoader:
         inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
         if isinstance(inner, DistributedSampler):
             self._sampler = inner
+        elif iterates_itself(loader):
+            pass
         elif loader.batch_sampler is not None:
-            self._indices = _ReplicaBatches(loader.batch_sampler, replica, replicas, seed)
+            self._indices = ReplicaBatches(loader.batch_sampler, replica, replicas, seed)
             # Its own randomness: the user's is not touched, and loading workers of different
             # replicas augment differently.
             self._generator = loader.generator or torch.Generator().manual_seed(seed + replica)
-            self._source = _with_batches(loader, self._indices, self._generator)
+            self._source = with_batches(loader, self._indices, self._generator)
             self._samplers = [loader.batch_sampler, inner]
         elif not isinstance(inner, SequentialSampler):
             raise InputError(
@@ -166,31 +172,62 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         resumed, self._resumed = self._resumed, None
-        if resumed is None:
-            self._pass = _Pass(self.epoch, 0, random_states(), *self._drawn())
-        else:
-            self._pass = resumed
+        around = self._pass if self._pass.is_under_way else None
+        of = resumed or _Pass(self.epoch, 0, self._states(), *self._drawn())
+        if resumed is not None:
             self._draw_from(resumed)
-        self.epoch = self._pass.epoch + 1
-        self._passes += 1
-        self._note_place()
-        batches = self._batches(self._pass)
+        self._take(of)
+        batches = self._batches(of)
+        if self._draws is not None:
+            batches = self._draws.each(batches)
         if resumed is not None and not self._is_stateful:
-            # Its randomness is that of the pass's start; the training's goes on as it was loaded.
-            users = random_states()
-            restore_random_states(resumed.random or users)
-            for _ in islice(batches, self._to_read(resumed.batches)):
-                pass
-            restore_random_states(users)
+            self._skip(batches, resumed)
         if self._copies is not None and self._copies.is_on and self._loads_aside:
             batches = self._copies.ahead(batches)
-        for batch in batches:
-            self._pass.batches += 1
-            self._note_place()
-            yield batch
-        self._note_place()  # another loader may have been read meanwhile
-        activity.end_pass()
-        self._pass = _Pass(epoch=self.epoch)
+        try:
+            for batch in batches:
+                self._take_again(of)
+                of.batches += 1
+                self._note_place()
+                yield batch
+            self._take_again(of)
+            self._note_place()  # another loader may have been read meanwhile
+            activity.end_pass()
+            self._pass = _Pass(epoch=self.epoch)
+        finally:
+            of.is_under_way = False
+            if around is not None and around.is_under_way:
+                self._pass, around.is_under_way = around, False  # until it goes on
+
+    def _take(self, of: _Pass) -> None:
+        """Let `of` be the pass that is under way."""
+        self._pass, of.is_under_way = of, True
+        self.epoch = of.epoch + 1
+        self._passes += 1
+        self._note_place()
+
+    def _take_again(self, of: _Pass) -> None:
+        """`_take` it where another pass was made meanwhile."""
+        if not of.is_under_way or self._pass is not of:
+            self._take(of)
+
+    def _skip(self, batches: Iterator[Batch], resumed: _Pass) -> None:
+        """Read what a resumed pass has had. Its randomness is that of the pass's start; the
+        training's goes on as it was loaded."""
+        users = random_states()
+        drawn = self._draws.states if self._draws is not None else None
+        restore_random_states(resumed.random or users)
+        if self._draws is not None:
+            self._draws.states = resumed.random if self._to_read(resumed.batches) else drawn
+        for _ in islice(batches, self._to_read(resumed.batches)):
+            pass
+        restore_random_states(users)
+        if self._draws is not None:
+            self._draws.states = drawn or self._draws.states
+
+    def _states(self) -> dict[str, Any]:
+        """The random states that loading has by now."""
+        return (self._draws and self._draws.states) or random_states()
 
     def _note_place(self) -> None:
         activity.data = DataPlace(
@@ -226,6 +263,8 @@ class ShardedLoader:
             "generator": generator,
             "samplers": samplers,
         }
+        if self._draws is not None:
+            state["drawn"] = self._draws.states
         if self._is_stateful:
             state["source"] = cast(Any, self._source).state_dict()
         return state
@@ -238,6 +277,8 @@ class ShardedLoader:
         """
         self.epoch = state["epoch"]
         self._resumed = None
+        if self._draws is not None and state.get("drawn") is not None:  # earlier saves have none
+            self._draws.states = state["drawn"]
         at = _Pass(self.epoch, state["batches"], state["random"], state["generator"])
         at.samplers = state.get("samplers", [])  # earlier saves have none
         if at.random is not None:
@@ -270,12 +311,13 @@ class ShardedLoader:
             self._sampler.set_epoch(of.epoch)
             yield from self._source
         elif self._indices is not None:
-            self._indices.begin(of.epoch, skip=of.batches)
+            drawn = self._indices.begin(of.epoch, skip=of.batches)
             for batch in self._source:
-                has_rows = self._indices.rows.popleft()
+                has_rows = drawn.popleft()
                 yield batch if has_rows else self._rows(batch, [0, 1])[0]
         else:
             for batch in self._source:
+                self.print = fingerprint(batch) if self.replicas > 1 else 0
                 rows = split_rows_evenly(batch_size(batch, self._dims), self.replicas)
                 yield self._rows(batch, rows)[self.replica]
 
@@ -312,95 +354,7 @@ class _Pass:
     random: dict[str, Any] | None = None
     generator: torch.Tensor | None = None
     samplers: list[Any] = field(default_factory=list)
-
-
-class _ReplicaBatches(Sampler[list[int]]):
-    """The index lists of one replica, drawn as they are needed.
-
-    `rows` holds how many real rows each drawn batch has that the loop has not taken yet: loading
-    workers run ahead of it.
-    """
-
-    def __init__(
-        self, batches: Iterable[list[int]], replica: int, replicas: int, seed: int
-    ) -> None:
-        self.batches, self._replica, self._replicas = batches, replica, replicas
-        self._seed = seed
-        self._epoch = self._skip = 0
-        self.rows: deque[int] = deque()
-
-    def begin(self, epoch: int, *, skip: int = 0) -> None:
-        """Draw those of `epoch`, without the first `skip`."""
-        self._epoch, self._skip = epoch, skip
-        self.rows = deque()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        rows = self.rows
-        for batch in islice(_seeded(self.batches, self._seed + self._epoch), self._skip, None):
-            sizes = split_rows_evenly(len(batch), self._replicas)
-            first = sum(sizes[: self._replica])
-            mine = batch[first : first + sizes[self._replica]]
-            rows.append(len(mine))
-            # An empty list cannot be collated: load one row, the loop cuts it off again.
-            yield mine or batch[:1]
-
-    def __len__(self) -> int:
-        return len(cast(Sized, self.batches))
-
-
-def _seeded(batches: Iterable[list[int]], seed: int) -> Iterator[list[int]]:
-    """`batches` in an order that depends on `seed` alone, drawn as they go."""
-    own = _OwnRandomness(seed)
-    with own.installed():
-        source = iter(batches)
-    while True:
-        with own.installed():
-            try:
-                batch = list(next(source))
-            except StopIteration:
-                return
-        yield batch
-
-
-class _OwnRandomness:
-    """Random states for a sampler, separate from the user's."""
-
-    def __init__(self, seed: int) -> None:
-        users = random_states()
-        torch.random.default_generator.manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        self._states = random_states()
-        restore_random_states(users)
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        users = random_states()
-        restore_random_states(self._states)
-        try:
-            yield
-        finally:
-            self._states = random_states()
-            restore_random_states(users)
-
-
-def _with_batches(
-    loader: DataLoader[Batch], batches: _ReplicaBatches, generator: torch.Generator
-) -> DataLoader[Batch]:
-    """The same loader with other index lists."""
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=batches,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    is_under_way: bool = False
 
 
 def length_topic(loaders: Iterable[ShardedLoader]) -> Topic:

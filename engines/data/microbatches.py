@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,8 @@ from engines.data.hidden_outputs import every_tensor_in
 from engines.data.loader import ShardedLoader, length_topic, split_rows_evenly
 from engines.data.loss_rule import LossParts, LossWeight, weight_of
 from engines.data.prefetch import CopiesAhead
+from engines.data.replica_batches import OwnRandomness
+from engines.data.same_rows import are_equal, fingerprint, print_of_whole, require_same_whole
 from engines.plan import Plan
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import (
@@ -38,7 +39,6 @@ from profiles.model.profile import ModelProfile
 
 log = logging.getLogger(__name__)
 
-FINGERPRINT_ELEMENTS = 2**14  # of a tensor; batches that differ do so in every row
 COUNTING = "counting the rows of the batch"
 FIRST_CUTS = 2
 """Steps before ranks count beside their forwards: the first batches are compared, and the second
@@ -107,6 +107,7 @@ class MicrobatchCutter:
         is_sharded: a loader was split over the replicas.
         iterated: the loaders that are in the middle of a pass.
         copies: of batches that loaders began to copy ahead.
+        draws: random numbers of loading, where several ranks make up a replica.
         total: rows of the latest global batch.
         counted: weights of this rank's rows in it.
     """
@@ -136,6 +137,7 @@ class MicrobatchCutter:
         self._require = require
         self._dims = profile.batch_dims or None
         self.copies = CopiesAhead(world.device)
+        self.draws = OwnRandomness() if self._is_shared else None
         self._spare: Batch | None = None
         self._is_compared = False
         self._overlaps, self._cuts = overlaps, 0
@@ -148,12 +150,14 @@ class MicrobatchCutter:
         """Cut as `plan` says from now on."""
         self._plan, self._cuts = plan, 0
 
-    def note_sharded(self) -> None:
+    def note_sharded(self, loader: ShardedLoader) -> None:
         """A loader of global batches is split over the replicas.
 
         Raises:
-            BatchError: the model does not run on a part of the rows.
+            BatchError: its batches are larger than the plan's, or the model does not run on a part
+                of the rows.
         """
+        loader.require_room(self._plan)
         if self._parts.refusal and self._plan.data_degree > 1:
             raise BatchError(
                 self._parts.refusal,
@@ -180,22 +184,25 @@ class MicrobatchCutter:
             RankMismatchError: the first batches of ranks differ in structure; or some ranks train
                 and others evaluate.
         """
-        prints = [0.0] * (2 * self._plan.data_degree if self._is_shared else 0)
+        replicas = self._plan.data_degree
+        prints = [0.0] * (2 * replicas if self._is_shared else 0)
+        whole = print_of_whole(self.iterated()) if replicas > 1 else []
         rounds = [0.0] * (self._plan.forwards // self._plan.in_flight if self._plan.pp > 1 else 0)
         try:
             cut = self._cut(batch)
         except BatchError as error:
             # The others learn of it before they wait for this rank.
-            sum_over_ranks([0.0, 0.0, 1.0, float(is_training), *rounds, *prints], self._world)
+            failed = [0.0, 0.0, 1.0, float(is_training)]
+            sum_over_ranks([*failed, *rounds, *prints, *whole], self._world)
             self._refusals(error.what)
             raise
         own_rounds = (len(cut.sizes) - self._plan.forwards) // self._plan.in_flight
         rounds[:own_rounds] = [1.0] * own_rounds
         self.counted = sum(cut.counts)
         if self._is_shared:
-            own = float(_fingerprint(batch))
+            own = float(fingerprint(batch))
             prints[2 * self._replica : 2 * self._replica + 2] = own, own**2
-        counted = [self.counted, cut.rows, 0.0, float(is_training), *rounds, *prints]
+        counted = [self.counted, cut.rows, 0.0, float(is_training), *rounds, *prints, *whole]
         sums = start_sum_over_ranks(counted, self._world)
         weigh = partial(self._weigh, batch, cut, sums, len(rounds), own_rounds, is_training)
         microbatches = WeightedBatch(cut.pieces, weigh)
@@ -274,14 +281,12 @@ class MicrobatchCutter:
         return self._world.size > self._plan.data_degree
 
     def _require_same(self, batch: Batch, prints: Sequence[float]) -> None:
-        """Require that the ranks of each replica have the same rows.
-
-        Numbers are equal if and only if the square of their sum is their count times the sum of
-        their squares (Cauchy-Schwarz). The sums are integers below 2**53, so they are exact.
-        """
+        """Require that the ranks of each replica have the same rows, out of equal batches."""
         ranks = self._world.size // self._plan.data_degree
-        pairs = zip(prints[::2], prints[1::2], strict=True)
-        different = [n for n, (s, q) in enumerate(pairs) if int(s) ** 2 != ranks * int(q)]
+        pairs = list(zip(prints[::2], prints[1::2], strict=True))
+        if self._plan.data_degree > 1:
+            require_same_whole(*pairs.pop(), world=self._world, plan=self._plan)
+        different = [n for n, sums in enumerate(pairs) if not are_equal(*sums, count=ranks)]
         if different:
             texts = texts_of_ranks("rows", f"{self._replica} {describe(batch)}", self._world)
             own = {
@@ -296,7 +301,9 @@ class MicrobatchCutter:
                 hints=[
                     "`for batch in parallel.shard(loader)` gives every rank its rows; a sampler of"
                     " your own takes `parallel.data_rank` and `parallel.data_world_size`, and the"
-                    " same seed everywhere"
+                    " same seed everywhere",
+                    "random numbers of loading begin where those of the process are: seed Python's,"
+                    " numpy's and torch's alike on every rank",
                 ],
             )
 
@@ -304,7 +311,7 @@ class MicrobatchCutter:
         """Say where all replicas train on the same rows: a loader that knows nothing of ranks."""
         if self._plan.data_degree == 1 or self._world.size == 1 or self._world.is_fake:
             return
-        prints = texts_of_ranks("first rows", str(_fingerprint(batch)), self._world)
+        prints = texts_of_ranks("first rows", str(fingerprint(batch)), self._world)
         if len(set(prints)) == 1 and rows and self._world.rank == 0:
             log.warning(
                 "all %d replicas were given the same %d rows: a loader of global batches goes"
@@ -431,14 +438,3 @@ def silence(output: object, weight: Tensor) -> None:
     for tensor in every_tensor_in(output) if weight == 0 else ():
         if tensor.requires_grad and type(tensor) is Tensor:
             tensor.register_hook(torch.zeros_like)
-
-
-def _fingerprint(batch: Batch) -> int:
-    """20 bits of the rows: shapes, and the first bytes of every tensor that the host has."""
-    checksum = zlib.crc32(describe(batch).encode())
-    for tensor in batch_tensors(batch):
-        if tensor.device.type == "cpu":  # of others it would wait for the device in every step
-            values = tensor.values() if tensor.is_nested else tensor
-            first = values.detach().reshape(-1)[:FINGERPRINT_ELEMENTS].contiguous()
-            checksum = zlib.crc32(first.view(torch.uint8).numpy().tobytes(), checksum)
-    return checksum % 2**20

@@ -362,10 +362,10 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             seed=self._seed,
             dims=self._profile.batch_dims,
             copies=self._cutter.copies,
+            draws=self._cutter.draws,
         )
         sharded.warn_of_shared_memory(self._profile)
-        sharded.require_room(self.plan)
-        self._cutter.note_sharded()
+        self._cutter.note_sharded(sharded)
         self._loaders.append(weakref.ref(sharded))
         return sharded
 
