@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from engines.runtime.random_states import random_states, restore_random_states, seed_all
 from profiles.capture.batch.call import Batch
@@ -24,6 +25,18 @@ def split_rows_evenly(rows: int, replicas: int) -> list[int]:
     [3, 3, 2, 2]
     """
     return [rows // replicas + (replica < rows % replicas) for replica in range(replicas)]
+
+
+class SeededRows(list[int]):
+    """Rows that a loading worker draws for with numbers of their own, transforms say: the same ones
+    in a pass that was resumed, whatever the worker has loaded before."""
+
+    seed: tuple[int, ...] = ()
+
+    def __iter__(self) -> Iterator[int]:
+        if self.seed and get_worker_info() is not None:
+            seed_all(int(np.random.SeedSequence(self.seed).generate_state(1, np.uint64)[0] >> 1))
+        return super().__iter__()
 
 
 class ReplicaBatches(Sampler[list[int]]):
@@ -48,14 +61,17 @@ class ReplicaBatches(Sampler[list[int]]):
         return self._rows
 
     def __iter__(self) -> Iterator[list[int]]:
-        rows = self._rows
-        for batch in islice(_seeded(self.batches, self._seed + self._epoch), self._skip, None):
+        rows, seed = self._rows, self._seed + self._epoch
+        every = enumerate(_seeded(self.batches, seed))
+        for number, batch in islice(every, self._skip, None):
             sizes = split_rows_evenly(len(batch), self._replicas)
             first = sum(sizes[: self._replica])
             mine = batch[first : first + sizes[self._replica]]
             rows.append(len(mine))
             # An empty list cannot be collated: load one row, the loop cuts it off again.
-            yield mine or batch[:1]
+            loaded = SeededRows(mine or batch[:1])
+            loaded.seed = (seed % 2**64, self._replica, number)
+            yield loaded
 
     def __len__(self) -> int:
         return len(cast(Sized, self.batches))

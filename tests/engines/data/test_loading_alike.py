@@ -141,6 +141,23 @@ def test_a_resumed_pass_loads_what_it_would_have_loaded(kind: str, taken: int) -
     assert rest[: len(wanted)] == wanted
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_of_a_resumed_pass_draw_what_they_would_have_drawn(workers: int) -> None:
+    def sharded() -> ShardedLoader:
+        loader = DataLoader(Examples(), batch_size=2, shuffle=True, num_workers=workers)
+        return ShardedLoader(loader, replica=0, replicas=1, seed=5)
+
+    loader = sharded()
+    undisturbed = []
+    for batch in loader:
+        undisturbed.append(batch[0].tolist())
+        if len(undisturbed) == 3:
+            state = loader.state_dict()
+    resumed = sharded()
+    resumed.load_state_dict(state)
+    assert [batch[0].tolist() for batch in resumed] == undisturbed[3:]
+
+
 def _stream_of_unequal_ranks() -> str:
     random.seed(dist.get_rank())  # as ranks are whose script seeds nothing
     _, parallel = spread(CASE, "dp_replicate=2", rows=2)
