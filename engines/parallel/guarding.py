@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
+from engines.data.ddp import require_all_reduced
 from engines.data.finite import FiniteGuard, nonfinite_element, nonfinite_output
+from engines.data.fsdp import drop_unused
 from engines.data.loss_mean import LossMean
 from engines.data.loss_scale import LossScaler
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.plan import Plan
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.world import World, rank_error_context
+from engines.state.learning_parameters import LearningParameters
 from engines.state.optimizer_settings import EqualSettings
 from profiles.capture.batch.call import Batch
+from profiles.model.profile import ModelProfile
 
 
 class GuardingMixin:
@@ -35,7 +42,11 @@ class GuardingMixin:
     _finite: FiniteGuard
     _loss_mean: LossMean
     _is_unchecked: bool
+    _learning: LearningParameters
+    _named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
+    _profile: ModelProfile
     _rng: SharedRng
+    _runner: Callable[..., Any]
     _settings: EqualSettings
     _world: World
 
@@ -56,7 +67,15 @@ class GuardingMixin:
 
     def _before_update(self, *_: object) -> None:
         self._finish_pending()
+        self._learning.require_known()
         self._check_update()
+
+    def _check_unused(self) -> None:
+        """Check after a backward what parameters it did not reach."""
+        if isinstance(self._runner, DistributedDataParallel):
+            require_all_reduced(self._named(), self._profile)
+        elif isinstance(self.module, FSDPModule):
+            drop_unused(self.module, self._profile)
 
     @rank_error_context("comparing gradients")
     def _check_update(self) -> None:

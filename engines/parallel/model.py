@@ -19,9 +19,9 @@ from engines.blocks.logits import whole_tensors
 from engines.blocks.recompute import explained_recompute
 from engines.context.context import Context
 from engines.data.batch_norm import explained_single_values
-from engines.data.ddp import exchanges_gradients_alone, reducible_forward, require_all_reduced
+from engines.data.ddp import exchanges_gradients_alone, reducible_forward
 from engines.data.finite import FiniteGuard, OnNonfinite
-from engines.data.fsdp import drop_unused, prepare_backward, release, start_over, whole_gradients
+from engines.data.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
 from engines.data.hidden_outputs import every_tensor_in
 from engines.data.loader import ShardedLoader
@@ -55,6 +55,7 @@ from engines.runtime.world import World, rank_error_context
 from engines.state.checkpoint.objects import Stateful
 from engines.state.checkpoint.save import CheckpointSave
 from engines.state.layout import LayerSplit, Layout
+from engines.state.learning_parameters import LearningParameters
 from engines.state.optimizer_settings import EqualSettings
 from profiles.capture.batch.call import Batch, call_model, loss_of, with_gradient
 from profiles.errors import PlanError
@@ -167,7 +168,10 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         is_wrapped = isinstance(runner, DistributedDataParallel)
         overlaps = exchanges_gradients_alone(runner, plan, world)
         named = tuple(module.named_parameters())
-        by_engine = {n for n, p in named if is_wrapped or isinstance(p, DTensor)}
+        # DDP exchanges what learns by now; a parameter that begins to later is averaged here.
+        by_engine = {
+            n for n, p in named if (is_wrapped and p.requires_grad) or isinstance(p, DTensor)
+        }
         others = by_engine | set(experts.names if experts is not None else ())
         self._averaged = [n for n, _ in named if layout.holds(n) and n not in others]
         require = pipeline.require_equal_pieces if pipeline is not None else None
@@ -198,6 +202,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             every=check_replicas_every,
         )
         self._settings = EqualSettings(optimizer, world, mesh.pp, every=check_replicas_every)
+        waits = is_wrapped and not profile.may_skip_parameters
+        self._learning = LearningParameters(named, optimizer, plan, ddp_waits=waits)
         self._is_pending = self._is_unchecked = False
         optimizer.register_step_pre_hook(self._before_update)
         if not self._job.is_fake and plan.updates_in_step:
@@ -442,9 +448,3 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         elif isinstance(self._runner, DistributedDataParallel) and not last:
             return self._runner.no_sync()
         return nullcontext()
-
-    def _check_unused(self) -> None:
-        if isinstance(self._runner, DistributedDataParallel):
-            require_all_reduced(self._named(), self._profile)
-        elif isinstance(self.module, FSDPModule):
-            drop_unused(self.module, self._profile)

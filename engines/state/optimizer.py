@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from engines.state.layout import Layout
 from engines.state.parameter_groups import groups_of_whole, regroup
 from profiles.errors import InputError
+from profiles.torch_compat import with_hooks
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 ParameterNames = dict[nn.Parameter, str]
@@ -42,7 +43,7 @@ def build_optimizer(
     """
     if isinstance(given, torch.optim.Optimizer):
         _carry_over(given, model, names_before, layout, served)
-        return given
+        return with_hooks(given)
     own = {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -54,7 +55,7 @@ def build_optimizer(
     if given is None:
         return torch.optim.AdamW(trainable)
     groups = groups_of_whole(given, names_before, layout) if own and served is None else None
-    optimizer = given(trainable)
+    optimizer = with_hooks(given(trainable))
     if groups is not None:
         regroup(optimizer, groups, own)
     return optimizer

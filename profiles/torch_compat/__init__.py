@@ -203,6 +203,23 @@ def forward_hooks(module: nn.Module) -> list[Callable[..., object]]:
     ]
 
 
+def with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer, with what its base class gives one that is unpickled: wrappers of another
+    optimizer often leave the base's constructor out. It gets a class of its own, as torch wraps the
+    step of a class, and others of the class have no hooks."""
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        kind = type(optimizer)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        optimizer.__class__ = type(kind.__name__, (kind,), names)
+        torch.optim.Optimizer.__setstate__(optimizer, {})
+    return optimizer
+
+
+def gradient_hooks(parameter: torch.Tensor) -> int:
+    """The number of hooks that `register_hook` gave it."""
+    return len(cast(Any, parameter)._backward_hooks or ())
+
+
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """True if its gradient goes through hooks: `register_hook`, or one after it is accumulated."""
     hooked = cast(Any, parameter)

@@ -366,3 +366,46 @@ def _replicated(name: str) -> float:
 def test_adafactor_on_replicas_steps_as_on_one_process(pool: Pool) -> None:
     for error in pool.run(_replicated, "adafactor", world_size=2):
         assert error < 1e-5
+
+
+class Slowly(torch.optim.Optimizer):
+    """Follows another optimizer's steps by half (Lookahead), as wrappers are often written: the
+    constructor of the base is left out."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        before = [p.clone() for group in self.param_groups for p in group["params"]]
+        self.inner.step()
+        now = (p for group in self.param_groups for p in group["params"])
+        for parameter, old in zip(now, before, strict=True):
+            parameter.lerp_(old, 0.5)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def _slowly(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Slowly(torch.optim.SGD(parameters, lr=0.1))
+
+
+def _slow_drift(plan: str) -> float:
+    reference, parallel = spread(CASES["gpt"], plan, optimizer=_slowly)
+    optimizer = _slowly(list(reference.parameters()))
+    for _ in range(2):
+        batch = CASES["gpt"].batch(8)
+        reference_loss(reference, CASES["gpt"], batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parallel.train_step(local_rows(parallel, batch, 8))
+    assert parallel.step == 2
+    return state_error(parallel, reference)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_a_wrapper_that_leaves_the_constructor_of_its_base_out_steps(pool: Pool, plan: str) -> None:
+    assert max(pool.run(_slow_drift, plan, world_size=2)) < 1e-5
