@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from engines.apply.build import Build
+from engines.blocks.trial import unlike_twice
 from engines.context.proof import SequenceProof, prove
 from engines.data.coupled_rows import require_no_coupling, warn_of_state
-from engines.data.loss_parts import seen_on
+from engines.data.loss_parts import few_rows, seen_on
 from engines.data.loss_rule import LossParts
-from engines.plan import Plan
+from engines.plan import Plan, Recompute
 from engines.runtime.world import texts_of_ranks
 from engines.tensor.split_proof import SplitProof, prove_split
 from profiles.capture.batch.call import Batch
@@ -61,7 +62,13 @@ def see_parts(build: Build, sample: Batch | None) -> LossParts:
     if sample is None or world.is_fake or world.rank > 0:
         return LossParts(terms=build.profile.loss_terms)
     said = build.training.loss_weight
-    return seen_on(build.model, sample, build.loss_fn, profile=build.profile, said=said)
+    model, loss_fn, profile = build.model, build.loss_fn, build.profile
+    seen = seen_on(model, sample, loss_fn, profile=profile, said=said)
+    batch = few_rows(model, sample, profile) if build.plan.recompute is not Recompute.NONE else None
+    if batch is None:
+        return seen
+    unlike = unlike_twice(model, batch, loss_fn, profile=profile)
+    return seen.model_copy(update={"unlike": unlike})
 
 
 def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossParts:
@@ -70,6 +77,7 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
     Raises:
         BatchError: the model cannot run on a part of the rows, as the plan would have it do; or no
             rule holds, and a rank's rows are cut: see `engines.data.coupled_rows`.
+        PlanError: a block would not recompute what it computed, or replicas would come apart.
     """
     world, training, plan = build.world, build.training, build.plan
     if sample is None or world.is_fake:
@@ -77,6 +85,22 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
     text = seen.model_dump_json() if world.rank == 0 else ""
     parts = LossParts.model_validate_json(texts_of_ranks("loss of parts", text, world)[0])
     dims = build.profile.batch_dims
+    if parts.unlike:
+        raise PlanError(
+            f"`{parts.unlike}` computes something else when it runs again, with all put back that"
+            " modules lead to: its forward changes state outside of them (in globals, on classes,"
+            " in closures or iterators)",
+            where=f"plan: {plan}",
+            hints=["let the module hold that state: an attribute, a buffer", "or recompute=none"],
+        )
+    if parts.parameter_of_rows and plan.data_degree > 1:
+        raise PlanError(
+            f"the forward changes its own parameter `{parts.parameter_of_rows}` by the rows that it"
+            " sees (as the `max_norm` of an embedding does): replicas, which see other rows each,"
+            " would come apart",
+            where=f"plan: {plan}",
+            hints=["change it after the optimizer's step, by rows of all ranks or by none"],
+        )
     if plan.data_degree * plan.forwards == 1:
         _require_no_memory(parts, build)
         return parts

@@ -54,14 +54,14 @@ def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., o
     def run(forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args = tuple(map(_without_cache, args))
-        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+        args = tuple(map(without_cache, args))
+        kwargs = {name: without_cache(value) for name, value in kwargs.items()}
         return checkpoint(forward, *args, use_reentrant=False, **how(block), **kwargs)
 
     return run
 
 
-def _without_cache(value: object) -> object:
+def without_cache(value: object) -> object:
     """None for an empty key/value cache: a forward of transformers makes one by default
     (`use_cache`), and the second run of a block would add to it again. transformers does the same
     in its own checkpointing (`GradientCheckpointingLayer`)."""

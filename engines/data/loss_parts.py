@@ -41,7 +41,7 @@ from profiles.capture.loss_watch import LossWatch
 from profiles.machine.host import machine_memory_bytes
 from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import LossTerms, ModelProfile
-from profiles.torch_compat import is_batch_norm
+from profiles.torch_compat import is_batch_norm, version_of
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,8 @@ def seen_on(
             return unseen
         cuts.append(cut)
     state_of_rows = _state_of_rows(by_rows)
+    of_rows = {name for name, _ in model.named_parameters()} & by_rows.keys()
+    parameter_of_rows = min(of_rows, default="")
 
     spent = profile.flop(rows)
 
@@ -113,7 +115,9 @@ def seen_on(
     of_parts = f"of {' and '.join(map(str, cuts[0].rows))} of {rows} rows"
     if said is not None:
         doubt = "" if first.fits(said) else first.said(of_parts)
-        return LossParts(doubt=doubt, state_of_rows=state_of_rows)
+        return LossParts(
+            doubt=doubt, state_of_rows=state_of_rows, parameter_of_rows=parameter_of_rows
+        )
     named = with_rows(batch, profile.batch_dims)
     possible = [profile.loss_terms, None, *possible_terms(named, seen.terms, seen.compared)]
     rule: LossParts | None = None
@@ -125,7 +129,11 @@ def seen_on(
         if rule is None or not rule.unless:
             break
     rule = rule or LossParts(doubt=first.said(of_parts))
-    known: dict[str, object] = {"state": _state(seen), "state_of_rows": state_of_rows}
+    known: dict[str, object] = {
+        "state": _state(seen),
+        "state_of_rows": state_of_rows,
+        "parameter_of_rows": parameter_of_rows,
+    }
     if known["state"]:
         units = {call.unit for call in profile.flow.calls} - {GLUE, LOSS}
         watch = StateBetween(model, units)
@@ -138,7 +146,7 @@ def seen_on(
 class _Seen:
     """A run: its loss, the targets that its cross-entropies took, the numbers that tensors were
     compared with, and the mode; `again`: the loss of the last run over the same rows, and
-    `changed`: the buffers and attributes that the first one changed, as it left them."""
+    `changed`: buffers, attributes and parameters that the first one changed, as it left them."""
 
     loss: float
     again: float
@@ -247,6 +255,7 @@ def _run(
         given = map_batch(fakes.of, batch)
         before = random_state()
         before_it = {name: tensor.clone() for name, tensor in _state_tensors(model).items()}
+        versions = {name: version_of(p) for name, p in model.named_parameters()}
         losses: list[float] = []
         changed: dict[str, Tensor] = {}
         with LossWatch(given) as watch, ComparedNumbers() as compared:
@@ -255,7 +264,11 @@ def _run(
                     output = call_model(model, given, has_target=loss_fn is not None)
                 losses.append(float(loss_of(output, given, loss_fn).detach()))
                 if len(losses) == 1:
-                    changed = _changed(model, before_it)
+                    changed = _changed(model, before_it) | {
+                        name: parameter.detach().clone()
+                        for name, parameter in model.named_parameters()
+                        if version_of(parameter) != versions[name]
+                    }
         if before != random_state():
             return None
         return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, is_training)

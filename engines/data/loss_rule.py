@@ -49,6 +49,8 @@ class LossParts(Record):
         state_of_rows: words for buffers and attributes that a forward changes by its rows.
         state_between: where there is a `state`, names of what code between units changes, with the
             units that the forward calls before it does so last.
+        parameter_of_rows: a parameter that a forward changes by its rows.
+        unlike: a block that is to be recomputed, and computes something else when it runs again.
     """
 
     is_sum: bool = False
@@ -59,6 +61,8 @@ class LossParts(Record):
     state: str = ""
     state_of_rows: str = ""
     state_between: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    parameter_of_rows: str = ""
+    unlike: str = ""
 
     def doubt_of(self, batch: Batch) -> str:
         """Say why the parts of this batch make up the whole by no rule; "" if they do."""

@@ -1,0 +1,73 @@
+"""Trial of blocks that are to be recomputed: each runs twice on a copy of the model, as it would in
+a step. What it keeps where no module leads to (in a global, on a class, in a closure) is another
+one the second time, and gradients would be those of other activations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engines.blocks.forward_state import ForwardState
+from engines.blocks.recompute import without_cache
+from engines.blocks.wrap import wrap_forward
+from profiles.capture.batch.call import Batch, LossFn, call_model
+from profiles.capture.batch.tree import map_batch
+from profiles.capture.fakes.tensors import stand_ins
+from profiles.model.profile import ModelProfile
+from profiles.torch_compat import is_batch_norm, tensors_in
+
+TOLERANCE = 1e-5
+
+
+def unlike_twice(
+    model: nn.Module, batch: Batch, loss_fn: LossFn | None, *, profile: ModelProfile
+) -> str:
+    """The first block that computes something else when it runs again; "" where all repeat, or
+    where the model cannot be run here."""
+    unlike: list[str] = []
+    with torch.inference_mode(False), torch.enable_grad(), stand_ins([model], copies=True) as fakes:
+        for module in model.modules():
+            module.training &= not is_batch_norm(module)
+        for unit in profile.blocks():
+            note = functools.partial(unlike.append, unit.name)
+            wrap_forward(model.get_submodule(unit.name), functools.partial(_twice, note))
+        try:
+            call_model(model, map_batch(fakes.of, batch), has_target=loss_fn is not None)
+        except Exception:  # of the user's code: the training says so
+            return ""
+    return unlike[0] if unlike else ""
+
+
+def _twice(
+    note: Callable[[], object],
+    forward: Callable[..., object],
+    block: nn.Module,
+    *args: Any,
+    **kwargs: Any,
+) -> object:
+    args = tuple(map(without_cache, args))
+    kwargs = {name: without_cache(value) for name, value in kwargs.items()}
+    state, before = ForwardState(list(block.modules())), torch.get_rng_state()
+    with state.first():
+        output = forward(*args, **kwargs)
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    with state.second():
+        again = forward(*args, **kwargs)
+    torch.set_rng_state(after)
+    ones, others = tensors_in(output), tensors_in(again)
+    if len(ones) != len(others) or not all(map(_is_alike, ones, others)):
+        note()
+    return output
+
+
+def _is_alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.allclose(
+        one.detach(), other.detach(), rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True
+    )
