@@ -19,7 +19,7 @@ from engines.data.loader import ShardedLoader, length_topic, split_rows_evenly
 from engines.data.loss_rule import LossParts, LossWeight, weight_of
 from engines.data.prefetch import CopiesAhead
 from engines.data.replica_batches import OwnRandomness
-from engines.data.same_rows import are_equal, fingerprint, print_of_whole, require_same_whole
+from engines.data.same_rows import are_equal, fingerprint, print_of_whole, report_other_whole
 from engines.plan import Plan
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import (
@@ -132,7 +132,7 @@ class MicrobatchCutter:
         self._weight = loss_weight or weight_of(parts.terms if parts else profile.loss_terms)
         self._parts = parts or LossParts()
         self._is_said = loss_weight is not None
-        self._has_warned = False
+        self._has_warned = self._has_differed = False
         self._replica = replica
         self._require = require
         self._dims = profile.batch_dims or None
@@ -285,7 +285,10 @@ class MicrobatchCutter:
         ranks = self._world.size // self._plan.data_degree
         pairs = list(zip(prints[::2], prints[1::2], strict=True))
         if self._plan.data_degree > 1:
-            require_same_whole(*pairs.pop(), world=self._world, plan=self._plan)
+            whole = are_equal(*pairs.pop(), count=self._world.size)
+            if not (whole or self._has_differed):
+                self._has_differed = True  # it is said once
+                report_other_whole(self._world, self._plan, is_first=not self._is_compared)
         different = [n for n, sums in enumerate(pairs) if not are_equal(*sums, count=ranks)]
         if different:
             texts = texts_of_ranks("rows", f"{self._replica} {describe(batch)}", self._world)

@@ -5,6 +5,7 @@ Ranks send a print of what they have with their counts, as a number and its squa
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterable
 from typing import Protocol
@@ -16,6 +17,8 @@ from engines.runtime.world import World
 from profiles.capture.batch.call import Batch
 from profiles.capture.batch.tree import batch_tensors, describe
 from profiles.errors import BatchError
+
+log = logging.getLogger(__name__)
 
 FINGERPRINT_ELEMENTS = 2**14  # of a tensor; batches that differ do so in every row
 
@@ -54,21 +57,23 @@ def print_of_whole(loaders: Iterable[Read]) -> list[float]:
     return [float(own), float(own) ** 2]
 
 
-def require_same_whole(total: float, squares: float, *, world: World, plan: Plan) -> None:
-    """Require that all ranks took their rows out of equal global batches.
+def report_other_whole(world: World, plan: Plan, *, is_first: bool) -> None:
+    """Say that ranks took their rows out of global batches that differ: by an error in the first
+    step, and by a warning where streams come apart later, at the end of the shorter one say.
 
     Raises:
-        BatchError: they did not.
+        BatchError: it is the first step.
     """
-    if are_equal(total, squares, count=world.size):
-        return
-    raise BatchError(
+    what = (
         "the loaders of ranks yield different global batches: of the rows that each rank takes out"
-        " of its own, some would be trained on twice, and others never",
-        where=f"rank {world.rank}, plan: {plan}",
-        hints=[
-            "seed alike on every rank what shuffles (`random.seed`, `numpy.random.seed`,"
-            " `torch.manual_seed`), or give it a generator of its own with one seed",
-            "or give a DataLoader over an indexed dataset: its order is the same on all ranks",
-        ],
+        " of its own, some would be trained on twice, and others never"
     )
+    hints = [
+        "seed alike on every rank what shuffles (`random.seed`, `numpy.random.seed`,"
+        " `torch.manual_seed`), or give it a generator of its own with one seed",
+        "or give a DataLoader over an indexed dataset: its order is the same on all ranks",
+    ]
+    if is_first:
+        raise BatchError(what, where=f"rank {world.rank}, plan: {plan}", hints=hints)
+    if world.rank == 0:
+        log.warning("%s. %s", what, hints[0])

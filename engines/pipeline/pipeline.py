@@ -29,11 +29,13 @@ from engines.runtime.failures import abort_groups
 from engines.runtime.mesh import Mesh
 from profiles.capture.batch.call import Batch, LossFn
 from profiles.capture.batch.tree import batch_items, describe
-from profiles.errors import BatchError
+from profiles.capture.frames import summary
+from profiles.errors import BatchError, ModelError
 from profiles.model.profile import ModelProfile, Numerics
 
 MOST_RECORDINGS = 16
 """Batches of other shapes are recorded anew; a data set has a few lengths, not hundreds."""
+_IN_PLACE = "has been modified by an inplace operation"  # torch/csrc/autograd/saved_variable.cpp
 
 
 class Pipeline:
@@ -186,6 +188,17 @@ class Pipeline:
             self._ready = None  # its buffers hold half a step
             own = error.__cause__ if isinstance(error, RuntimeError) else None
             abort_groups(own or error)
+            if _IN_PLACE in str(own or error):
+                raise ModelError(
+                    "a stage writes in place into a tensor that the backward of an earlier"
+                    " microbatch needs: its forwards go on before that",
+                    where=f"plan: {self._plan}\n{summary(own or error)}",
+                    hints=[
+                        "let it put another one in its place: `self.mean = 0.9 * self.mean`, or"
+                        " compute with a clone of it",
+                        "or take one microbatch: microbatches=1 schedule=naive",
+                    ],
+                ) from None
             if own is not None:
                 raise own from None  # torch wraps it in one of its own
             raise

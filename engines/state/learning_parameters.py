@@ -19,6 +19,10 @@ class LearningParameters:
 
     Args:
         ddp_waits: every backward is to reach all that learns by now.
+
+    Raises:
+        ModelError: the optimizer has others, a loss function's say, whose gradients ranks would not
+            exchange.
     """
 
     def __init__(
@@ -36,6 +40,22 @@ class LearningParameters:
         shards = [(n, p) for n, p in self._named if isinstance(p, DTensor)]
         self._hooked = [(name, p, gradient_hooks(p)) for name, p in shards]
         self._stepped = {id(parameter) for parameter in self._in_groups()}
+        self._require_own()
+
+    def _require_own(self) -> None:
+        known = {id(parameter) for _, parameter in self._named}
+        others = [p for p in self._in_groups() if id(p) not in known and p.numel()]
+        if others and (self._plan.data_degree > 1 or self._plan.pp > 1):
+            raise ModelError(
+                f"the optimizer has parameters that are not in the model: {len(others)}, the first"
+                f" of shape {tuple(others[0].shape)}. Ranks would not exchange their gradients, and"
+                " a checkpoint would not have them",
+                where=f"plan: {self._plan}",
+                hints=[
+                    "a loss with parameters of its own is a part of the model: let its forward"
+                    " take the target and return the loss (`loss_fn=None`)"
+                ],
+            )
 
     def require_known(self) -> None:
         """Require, before a step, that the optimizer has what learns by now, and nothing that the

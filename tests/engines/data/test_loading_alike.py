@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -175,6 +176,35 @@ def test_streams_that_ranks_shuffle_unlike_are_refused_in_the_first_step(pool: P
     for error in pool.run(_stream_of_unequal_ranks, world_size=2):
         assert "the loaders of ranks yield different global batches" in error
         assert "`random.seed`" in error
+
+
+class Notes(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _stream_that_comes_apart() -> list[str]:
+    _, parallel = spread(CASE, "dp_replicate=2", rows=2)
+    loader, notes = parallel.shard(DataLoader(Shuffled(), batch_size=ROWS)), Notes()
+    logging.getLogger("engines.data.same_rows").addHandler(notes)
+    random.seed(7)
+    for _ in range(3):
+        for batch in loader:
+            parallel.train_step(batch)
+        random.seed(dist.get_rank())
+    logging.getLogger("engines.data.same_rows").removeHandler(notes)
+    return notes.texts
+
+
+@pytest.mark.dist
+def test_streams_that_come_apart_later_are_warned_of_once(pool: Pool) -> None:
+    (warning,), others = pool.run(_stream_that_comes_apart, world_size=2)
+    assert "the loaders of ranks yield different global batches" in warning
+    assert others == []
 
 
 class Halving(DataLoader[Any]):

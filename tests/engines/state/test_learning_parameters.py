@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engines.parallel import ParallelModel
@@ -13,6 +14,7 @@ from tests.engines.parity import KINDS, local_rows, reference_loss, spread, stat
 from tests.workers import Pool
 
 WIDTH, ROWS = 8, 8
+STAGES = "pp=2 schedule=gpipe microbatches=2 stages=blocks.1"
 SPLIT = "tp=2 tensor_styles=blocks.*.0:column,blocks.*.2:row"
 
 
@@ -70,6 +72,37 @@ def _unfrozen(plan: str) -> float:
 @pytest.mark.parametrize("plan", [*KINDS, SPLIT])
 def test_a_block_that_begins_to_learn_learns_as_on_one_process(pool: Pool, plan: str) -> None:
     assert max(pool.run(_unfrozen, plan, world_size=2)) < 1e-5
+
+
+class Weighted(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target) * torch.exp(-self.weight) + self.weight
+
+
+def _with_a_learning_loss(plan: str) -> str:
+    loss_fn = Weighted()
+    case = Case(Stack, _batch, loss_fn)
+    try:
+        spread(case, plan, optimizer=lambda parameters: _sgd([*parameters, loss_fn.weight]))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "plan", ["dp_replicate=2", "dp_shard=2", "pp=2 schedule=gpipe microbatches=2 stages=blocks.1"]
+)
+def test_a_loss_whose_parameters_the_optimizer_steps_is_refused(pool: Pool, plan: str) -> None:
+    for error in pool.run(_with_a_learning_loss, plan, world_size=2):
+        assert "the optimizer has parameters that are not in the model: 1" in error
+        assert "a loss with parameters of its own is a part of the model" in error
 
 
 def _forget_the_optimizer(parallel: ParallelModel) -> None:
