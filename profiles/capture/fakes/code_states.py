@@ -9,6 +9,7 @@ training.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -172,9 +173,23 @@ def _values(container: Any) -> Iterator[Any]:
 
 
 def _forget(cached: Any, misses: int) -> None:
-    """Forget all results where some were new: there is no way to forget one."""
-    if cached.cache_info().misses != misses:
+    """Forget all results where some were new: there is no way to forget one. Results without
+    tensors stay, of what is said once, say."""
+    if cached.cache_info().misses != misses and _leads_to_tensor(gc.get_referents(cached)):
         cached.cache_clear()
+
+
+def _leads_to_tensor(value: Any, depth: int = _DEPTH) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if not depth or isinstance(value, (*_FIXED, nn.Module)):
+        return False
+    if isinstance(value, dict):
+        return any(_leads_to_tensor(item, depth - 1) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_leads_to_tensor(item, depth - 1) for item in value)
+    attributes = getattr(value, "__dict__", None)
+    return _is_own(type(value).__module__) and _leads_to_tensor(attributes, depth)
 
 
 def _files(names: Iterable[str]) -> list[ModuleType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import pytest
@@ -24,6 +25,19 @@ CALLS = 0
 @functools.lru_cache
 def ramp(size: int) -> Tensor:
     return torch.linspace(0.5, 1.5, size)
+
+
+@functools.lru_cache
+def pair(size: int) -> dict[str, list[Tensor]]:
+    return {"both": [torch.ones(size), torch.zeros(size)]}
+
+
+@functools.lru_cache(None)
+def said_once(words: str) -> None:
+    SAID.put(words)
+
+
+SAID: SimpleQueue[str] = SimpleQueue()
 
 
 def noted(x: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
@@ -72,6 +86,8 @@ class Outgoing(nn.Module):
             Outgoing.scale = torch.ones(4)  # type: ignore[attr-defined]
         self.tables.setdefault(4, torch.ones(4))
         of_class = self.tables[4] * Outgoing.scale  # type: ignore[attr-defined]
+        said_once("slow")
+        x = x + pair(4)["both"][0]
         x = self.linear(noted(x)) * MASKS[4] * of_class * ramp(4) * self.own_ramp(4)
         return x * self.tick() * DRAWS.random() * len(PAST[0]) * Outgoing.calls
 
@@ -87,6 +103,7 @@ def _state(model: Outgoing) -> list[Any]:
         MEAN.tolist(),
         DRAWS.getstate(),
         ramp.cache_info().currsize,
+        pair.cache_info().currsize,
         Outgoing.own_ramp.cache_info().currsize,
         list(noted.__defaults__ or ()),
         dict(vars(noted)),
@@ -95,7 +112,8 @@ def _state(model: Outgoing) -> list[Any]:
 
 @pytest.fixture
 def model() -> Outgoing:
-    ramp.cache_clear()
+    for each in (ramp, pair, said_once):
+        each.cache_clear()
     return Outgoing()
 
 
@@ -105,6 +123,13 @@ def test_a_capture_leaves_no_state_and_no_fake_tensor_in_code(model: Outgoing) -
     assert _state(model) == before
     assert model.tick() == 2  # its first call
     assert not isinstance(ramp(4), torch._subclasses.FakeTensor)
+
+
+def test_what_is_said_once_is_said_once(model: Outgoing) -> None:
+    before = SAID.qsize()
+    for _ in range(2):
+        capture(model, torch.randn(3, 4))
+    assert SAID.qsize() == before + 1
 
 
 def test_copies_that_compute_leave_no_state_in_code(model: Outgoing) -> None:
