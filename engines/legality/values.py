@@ -49,7 +49,7 @@ def values(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator
     if plan.tp > 1:
         yield from _in_split_layers(plan, model)
         if across:
-            what = f"the exchanges of tp={plan.tp} have no second derivative"
+            what = f"tp={plan.tp} is proved unit by unit, and not for that"
             yield _problem("values-in-split-layers", across[0], what)
     drawn = [r for r in model.reads if r.operation in (RANDOM, ATTRIBUTE)]
     dropped = [read for read in drawn if read.unit != GLUE]

@@ -57,6 +57,16 @@ class InteropMixin(nn.Module):
             return self._refused(name)
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the user's module has there, as reading it reads that: `parallel.beta = 0.1`."""
+        own = self.__dict__
+        is_own = "_runner" not in own or name in own or hasattr(type(self), name)
+        module = None if is_own or name.startswith("_") else own["_modules"].get("module")
+        if module is not None and name not in own["_modules"] and hasattr(module, name):
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """For copies and pickles; in one process alone.
 

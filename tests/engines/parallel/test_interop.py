@@ -200,3 +200,32 @@ def test_a_pipeline_has_no_loop_to_accumulate_in() -> None:
 def _enter(parallel: ParallelModel) -> None:
     with parallel.no_sync():
         pass
+
+
+class Scaled(nn.Module):
+    """A loss with a factor that the loop sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.factor = nn.Linear(4, 4), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x).square().mean() * self.factor
+
+
+def test_an_attribute_that_is_set_is_that_of_the_model() -> None:
+    case = Case(Scaled, lambda rows: {"x": torch.ones(rows, 4)}, None)
+    _, parallel = spread(case, "dp_replicate=1")
+    before = parallel.eval_step(case.batch(2))
+    parallel.factor = 0.5
+    assert parallel.module.factor == 0.5
+    assert torch.equal(parallel.eval_step(case.batch(2)), before / 2)
+    parallel.factors = 3  # the model has none
+    assert not hasattr(parallel.module, "factors")
+
+
+def test_an_attribute_of_the_model_that_has_a_name_of_ours_stays_its_own() -> None:
+    _, parallel = spread(GENERATOR, "dp_replicate=1")
+    parallel.step = 5
+    assert parallel.module.step == "ours"
+    assert parallel.step == 5
