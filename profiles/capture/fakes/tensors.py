@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +22,16 @@ from profiles.torch_compat import FakeMaker, as_parameter, fake_tensors
 # Standard deviation of random parameters in place of those on the meta device: small, so that
 # numbers stay finite; as BERT and GPT-2 initialise.
 _NOISE = 0.02
+_ITERATORS: tuple[type[Any], ...] = (
+    itertools.count,
+    itertools.cycle,
+    itertools.repeat,
+    itertools.chain,
+    itertools.islice,
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+)
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 """Kinds of most attributes of a module, that hold no tensor."""
 
@@ -162,7 +174,20 @@ def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, obje
         return tuple.__new__(type(value), [copied(item, of, copies) for item in value])
     if type(value) is set:
         return set(value)
+    if isinstance(value, _ITERATORS):
+        copies[id(value)] = _iterator_like(value)
+        return copies[id(value)]
     return value
+
+
+def _iterator_like(iterator: Any) -> Any:
+    """Another one in the same place; itself from Python 3.14 on, which copies those of itertools
+    no longer."""
+    try:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return copy.copy(iterator)
+    except TypeError:
+        return iterator
 
 
 def _emptied(container: Any) -> Any:

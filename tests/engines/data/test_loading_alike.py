@@ -6,6 +6,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,33 @@ def test_workers_of_a_resumed_pass_draw_what_they_would_have_drawn(workers: int)
     resumed = sharded()
     resumed.load_state_dict(state)
     assert [batch[0].tolist() for batch in resumed] == undisturbed[3:]
+
+
+def _fitted_in_parts(
+    kind: str, plan: str, folder: str, steps: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """The parameters after a training that ended after each of these steps, and was resumed."""
+    for until in steps:
+        random.seed(7)
+        _, parallel = spread(CASE, plan, rows=ROWS)
+        if until != steps[0]:  # the process that goes on has drawn other numbers by now
+            random.random()
+            torch.rand(7)
+        parallel.fit(LOADERS[kind](), steps=until, save=folder)
+    return parallel.state_dict()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["augmented", "stream"])
+@pytest.mark.parametrize("plan", [TP, "dp_replicate=2"])
+def test_a_training_that_was_resumed_has_loaded_the_same(
+    pool: Pool, tmp_path: Path, plan: str, kind: str
+) -> None:
+    whole, *_ = pool.run(_fitted_in_parts, kind, plan, str(tmp_path / "whole"), (5,), world_size=2)
+    parts, *_ = pool.run(
+        _fitted_in_parts, kind, plan, str(tmp_path / "parts"), (1, 4, 5), world_size=2
+    )
+    assert all(torch.equal(parts[name], value) for name, value in whole.items())
 
 
 def _stream_of_unequal_ranks() -> str:

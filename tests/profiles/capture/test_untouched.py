@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -36,6 +38,29 @@ class Tally:
 
 class Past(list[float]):
     """A list of the user's own."""
+
+
+class Scheduled(nn.Module):
+    """Takes from iterators that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 4), itertools.count(1)
+        self.rates = {"up": iter([1.0, 2.0, 3.0, 4.0]), "round": itertools.cycle([1.0, 2.0])}
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = next(self.count) * next(self.rates["up"]) * next(self.rates["round"])
+        out: Tensor = self.linear(x) * scale
+        return out
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="iterators are not copied")
+def test_iterators_stay_where_they_are() -> None:
+    model = Scheduled()
+    capture(model, torch.randn(3, 4))
+    assert next(model.count) == 1
+    assert next(model.rates["up"]) == 1.0
+    assert next(model.rates["round"]) == 1.0
 
 
 class Tick:
