@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -142,14 +143,16 @@ def _require_one_backward(
 ) -> None:
     """Refuse a second backward without a forward before it: DDP exchanges gradients once a forward,
     and each rank would silently add those of its own data alone."""
-    reached: set[nn.Parameter] = set()
+    # Nothing that a hook of a tensor leads to may lead to the tensor: nobody would free either.
+    reached: set[int] = set()
+    its_runner = weakref.ref(runner)
 
     def begin(module: nn.Module, args: object) -> None:
         if torch.is_grad_enabled():
             reached.clear()
 
     def check(parameter: Tensor) -> None:
-        if parameter in reached:
+        if id(parameter) in reached:
             raise ModelError(
                 "a second backward since the last forward: DDP has exchanged gradients in the"
                 " first, and would not exchange what this one adds",
@@ -159,8 +162,8 @@ def _require_one_backward(
                     "or shard: `dp_shard` or `zero=1` allow both",
                 ],
             )
-        if runner.require_backward_grad_sync:
-            reached.add(parameter)  # type: ignore[arg-type]
+        if (alive := its_runner()) is not None and alive.require_backward_grad_sync:
+            reached.add(id(parameter))
 
     runner.register_forward_pre_hook(begin)
     for parameter in parameters:

@@ -15,9 +15,9 @@ from profiles.model.profile import ModelProfile
 from profiles.workload.stack import TORCH, Stack
 
 # The ranks count with four fp64 numbers (terms of the loss, rows, failed ranks, ranks that train),
-# one more for each round of a pipeline, and two more for every replica of several ranks, all in one
-# message (engines/data/microbatches.py); a loss is one fp32 number, and the common seed of the tp
-# axis an int64.
+# one more for each round of a pipeline, two more for every replica of several ranks, and two for
+# the batch whose rows replicas take, all in one message (engines/data/microbatches.py); a loss is
+# one fp32 number, and the common seed of the tp axis an int64.
 COUNT_BYTES, ROUND_BYTES, PRINT_BYTES, SCALAR_BYTES, SEED_BYTES = 32, 8, 16, 4, 8
 
 
@@ -40,7 +40,7 @@ def small_collectives_s(
     world = plan.world_size
     replicas, stride = plan.data_degree, plan.cp * plan.tp
     rounds = plan.forwards // plan.in_flight if plan.pp > 1 else 0
-    prints = replicas if world > replicas else 0
+    prints = replicas * (world > replicas) + (replicas > 1)
     count = COUNT_BYTES + ROUND_BYTES * rounds + PRINT_BYTES * prints
     messages = (("sample count", count, forward_s), ("loss", SCALAR_BYTES, backward_s))
     seconds = 0.0

@@ -19,7 +19,7 @@ from profiles.workload.stack import TORCH, Stack
 from tests.advisor.cost.collectives import collective_s
 from tests.factories import chain, cpus, facts, gpus, transformer
 
-COUNTS = 4 * 8
+COUNTS = 6 * 8  # of replicas
 """Bytes of a step's message of terms of the loss, rows, failed ranks and kind of step, in fp64."""
 
 

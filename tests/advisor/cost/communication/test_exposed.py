@@ -104,12 +104,12 @@ def messages(plan: str, **changes: object) -> dict[str, tuple[float, float, int,
 
 
 def test_counts_grow_with_rounds_and_with_replicas_of_several_ranks() -> None:
-    """32 bytes, 8 a round, and 16 a replica of several ranks."""
+    """32 bytes, 8 a round, 16 a replica of several ranks, and 16 where there are several."""
     for plan, nbytes in (
-        ("dp_replicate=2", 32),
+        ("dp_replicate=2", 32 + 16),
         ("pp=2 schedule=gpipe microbatches=2 accumulation=3", 32 + 3 * 8 + 16),
         ("pp=2 schedule=naive microbatches=2 accumulation=3", 32 + 6 * 8 + 16),
-        ("tp=2 dp_replicate=4", 32 + 4 * 16),
+        ("tp=2 dp_replicate=4", 32 + 4 * 16 + 16),
     ):
         sent = messages(plan)
         world = Plan.parse(plan).world_size
