@@ -221,15 +221,6 @@ def changed_parameters(
 ) -> Iterator[Problem]:
     """A forward that writes to parameters does so once, to the ones that the optimizer steps."""
     written = model.flow.written
-    if model.flow.written_inside and plan.data_parallel.is_sharded:
-        yield Problem(
-            rule="changed-parameters",
-            what=f"the forward of a layer changes its own parameter"
-            f" `{model.flow.written_inside[0]}`: {plan.data_parallel} gives it a gathered copy, and"
-            " what is written there is lost",
-            hint="change it after the optimizer's step, or in code between layers; or replicate"
-            " (dp_replicate without zero)",
-        )
     ways = {
         "other stages have copies of it or none": plan.pp > 1,
         "its layer may be split over ranks": plan.tp > 1,

@@ -112,7 +112,6 @@ class Flow(Record):
         sums: what calls take of the sums that glue makes of values, and of nothing else.
         inside: (unit, caller): units that were called within a call of another unit.
         written: names of parameters that the forward itself changes.
-        written_inside: those of them that a call of the unit that holds them changes.
         buffers_between: buffers that code between units changes by what units gave.
         attributes_between: other attributes that it leaves tensors in that it made of that.
     """
@@ -122,7 +121,6 @@ class Flow(Record):
     sums: tuple[TakenSum, ...] = ()
     inside: tuple[tuple[str, str], ...] = ()
     written: tuple[str, ...] = ()
-    written_inside: tuple[str, ...] = ()
     buffers_between: tuple[str, ...] = ()
     attributes_between: tuple[str, ...] = ()
 

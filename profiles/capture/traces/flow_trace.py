@@ -85,7 +85,7 @@ class FlowTrace:
         self._finished: list[int] = []  # calls of units that are over
         self._ends: list[int] = []  # of those
         self._inside: dict[tuple[str, str], None] = {}
-        self._written: dict[str, bool] = {}  # parameters; True: by the unit that holds it
+        self._written: dict[str, None] = {}  # parameters
         self._left_between: dict[bool, dict[str, None]] = {True: {}, False: {}}
         self._current: Trail | None = None
         self._glue: Trail | None = None  # the stretch of glue that used parameters
@@ -165,9 +165,7 @@ class FlowTrace:
         """
         for tensor in written:
             if self._storages.holders_of(tensor):
-                name = self._storages.parameter_name(tensor)
-                own = self._current is not None and name.startswith(f"{self._current.unit}.")
-                self._written[name] = self._written.get(name, False) or own
+                self._written[self._storages.parameter_name(tensor)] = None
         if self._closed and not self.has_escaped:
             numbers = (self._storages.number_of(tensor) for tensor in inputs)
             self.has_escaped = any(number in self._closed for number in numbers)
@@ -238,7 +236,6 @@ class FlowTrace:
             ),
             inside=tuple(self._inside),
             written=tuple(self._written),
-            written_inside=tuple(name for name, is_own in self._written.items() if is_own),
             buffers_between=tuple(self._left_between[True]),
             attributes_between=tuple(self._left_between[False]),
         )

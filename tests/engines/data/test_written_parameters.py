@@ -1,4 +1,4 @@
-"""Parameters that a forward changes: refused where replicas or shards would have others."""
+"""Parameters that a forward changes: refused where replicas would have others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiles.errors import PlanError
-from tests.engines.cases import Case, profile_of, token_loss
+from tests.engines.cases import Case, token_loss
 from tests.engines.parity import local_rows, reference_loss, sgd, spread, state_error
 from tests.workers import Pool
 
@@ -80,20 +80,10 @@ def _refusal(name: str, plan: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("name", "plan", "words"),
-    [
-        ("bounded", "dp_replicate=2", "`embed.weight` by the rows that it sees"),
-        ("bounded", "dp_shard=2", "a gathered copy, and what is written there is lost"),
-        ("clamped", "dp_shard=2", "a gathered copy, and what is written there is lost"),
-        ("clamped", "dp_replicate=2 zero=1", "a gathered copy, and what is written there is lost"),
-    ],
-)
-def test_a_parameter_that_a_plan_would_change_otherwise_is_refused(
-    pool: Pool, name: str, plan: str, words: str
-) -> None:
-    for error in pool.run(_refusal, name, plan, world_size=2):
-        assert words in error
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_a_parameter_that_replicas_would_change_otherwise_is_refused(pool: Pool, plan: str) -> None:
+    for error in pool.run(_refusal, "bounded", plan, world_size=2):
+        assert "`embed.weight` by the rows that it sees" in error
 
 
 def _drift(name: str, plan: str) -> float:
@@ -114,6 +104,7 @@ def _drift(name: str, plan: str) -> float:
     ("name", "plan"),
     [
         ("clamped", "dp_replicate=2"),
+        ("clamped", "dp_shard=2"),
         ("following", "dp_replicate=2"),
         ("following", "dp_shard=2"),
     ],
@@ -122,11 +113,3 @@ def test_parameters_that_follow_others_or_bounds_are_those_of_one_process(
     pool: Pool, name: str, plan: str
 ) -> None:
     assert max(pool.run(_drift, name, plan, world_size=2)) < 1e-5
-
-
-def test_a_capture_tells_who_changes_a_parameter() -> None:
-    inside = {name: profile_of(case, case.build()).flow for name, case in CASES.items()}
-    assert inside["bounded"].written_inside == ("embed.weight",)
-    assert inside["clamped"].written_inside == ("0.weight",)
-    assert inside["following"].written_inside == ()
-    assert inside["following"].written
