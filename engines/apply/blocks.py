@@ -36,7 +36,13 @@ def chunk(build: Build) -> None:
 def recompute(build: Build) -> None:
     """Checkpoint blocks, and offload the activations that they keep."""
     plan = build.plan
-    recompute_blocks(build.model, plan.recompute, profile=build.profile, compiled=plan.compile)
+    recompute_blocks(
+        build.model,
+        plan.recompute,
+        profile=build.profile,
+        compiled=plan.compile,
+        draws=build.parts.draws,
+    )
     if build.pool is not None and build.plan.offload.activations:
         offload_activations(build.model, build.pool, profile=build.profile)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engines.apply.build import Build
-from engines.blocks.trial import unlike_twice
+from engines.blocks.trial import run_twice
 from engines.context.proof import SequenceProof, prove
 from engines.data.coupled_rows import require_no_coupling, warn_of_state
 from engines.data.loss_parts import few_rows, seen_on
@@ -67,8 +67,8 @@ def see_parts(build: Build, sample: Batch | None) -> LossParts:
     batch = few_rows(model, sample, profile) if build.plan.recompute is not Recompute.NONE else None
     if batch is None:
         return seen
-    unlike = unlike_twice(model, batch, loss_fn, profile=profile)
-    return seen.model_copy(update={"unlike": unlike})
+    trial = run_twice(model, batch, loss_fn, profile=profile)
+    return seen.model_copy(update=trial._asdict())
 
 
 def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossParts:

@@ -34,20 +34,29 @@ Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 def recompute_blocks(
-    model: nn.Module, kind: Recompute, *, profile: ModelProfile, compiled: bool = False
+    model: nn.Module,
+    kind: Recompute,
+    *,
+    profile: ModelProfile,
+    compiled: bool = False,
+    draws: bool = True,
 ) -> None:
     """Replace the forward of every block by one that saves less for the backward, in place.
 
     Parameter names, hooks and the block's class stay as they are. `FULL` saves a block's inputs;
     `SELECTIVE` also saves the outputs of matmuls, convolutions and attention, so that only cheap
     operations run twice. Dropout draws the same numbers both times, and batch norms count a
-    microbatch once. `compiled`: torch.compile will take the blocks.
+    microbatch once.
+
+    Args:
+        compiled: torch.compile will take the blocks.
+        draws: they may draw from Python's or numpy's generators.
     """
     if kind is Recompute.NONE:
         return
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        wrap_forward(block, _checkpointed(_how(kind, block, compiled=compiled)))
+        wrap_forward(block, _checkpointed(_how(kind, compiled=compiled, draws=draws)))
 
 
 def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., object]:
@@ -80,23 +89,21 @@ def holds_state(block: nn.Module) -> bool:
     )
 
 
-def _how(
-    kind: Recompute, block: nn.Module, *, compiled: bool
-) -> Callable[[nn.Module], dict[str, Any]]:
-    """The arguments of `checkpoint` for a block like `block`.
+def _how(kind: Recompute, *, compiled: bool, draws: bool) -> Callable[[nn.Module], dict[str, Any]]:
+    """The arguments of `checkpoint` for a block.
 
     torch.compile can follow no contexts but those that torch made; what it makes of writes in place
     writes into nothing that is kept.
     """
     if not compiled:
-        return lambda block: {"context_fn": functools.partial(_contexts, kind, block)}
+        return lambda block: {"context_fn": functools.partial(_contexts, kind, block, draws)}
     if kind is Recompute.FULL:
         return lambda block: {}
     selective = functools.partial(create_selective_checkpoint_contexts, list(kept_operators()))
     return lambda block: {"context_fn": selective}
 
 
-def _contexts(kind: Recompute, block: nn.Module) -> Contexts:
+def _contexts(kind: Recompute, block: nn.Module, draws: bool) -> Contexts:
     """The contexts of the first and of the second run of a block."""
     first: AbstractContextManager[None]
     second: AbstractContextManager[None]
@@ -104,7 +111,7 @@ def _contexts(kind: Recompute, block: nn.Module) -> Contexts:
         first, second = selective_contexts()
     else:
         first, second = nullcontext(), nullcontext()
-    state, norms = ForwardState(list(block.modules())), _batch_norms(block)
+    state, norms = ForwardState(list(block.modules()), draws=draws), _batch_norms(block)
 
     def again() -> AbstractContextManager[None]:
         own = _within(state.second(), second)

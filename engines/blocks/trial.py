@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +23,45 @@ from profiles.torch_compat import is_batch_norm, tensors_in
 TOLERANCE = 1e-5
 
 
-def unlike_twice(
+class BlockTrial(NamedTuple):
+    """Blocks that ran twice.
+
+    Attributes:
+        unlike: the first that computed something else when it ran again; "" where all repeated, or
+            where the model cannot be run here.
+        draws: one drew from Python's or numpy's generators, or might.
+    """
+
+    unlike: str = ""
+    draws: bool = True
+
+
+def run_twice(
     model: nn.Module, batch: Batch, loss_fn: LossFn | None, *, profile: ModelProfile
-) -> str:
-    """The first block that computes something else when it runs again; "" where all repeat, or
-    where the model cannot be run here."""
+) -> BlockTrial:
+    """Run each block twice on these rows."""
     unlike: list[str] = []
+    drew: list[str] = []
     with torch.inference_mode(False), torch.enable_grad(), stand_ins([model], copies=True) as fakes:
         for module in model.modules():
             module.training &= not is_batch_norm(module)
         for unit in profile.blocks():
-            note = functools.partial(unlike.append, unit.name)
-            wrap_forward(model.get_submodule(unit.name), functools.partial(_twice, note))
+            run = functools.partial(
+                _twice,
+                functools.partial(unlike.append, unit.name),
+                functools.partial(drew.append, unit.name),
+            )
+            wrap_forward(model.get_submodule(unit.name), run)
         try:
             call_model(model, map_batch(fakes.of, batch), has_target=loss_fn is not None)
         except Exception:  # of the user's code: the training says so
-            return ""
-    return unlike[0] if unlike else ""
+            return BlockTrial()
+    return BlockTrial(unlike[0] if unlike else "", bool(drew))
 
 
 def _twice(
     note: Callable[[], object],
+    note_draws: Callable[[], object],
     forward: Callable[..., object],
     block: nn.Module,
     *args: Any,
@@ -62,6 +80,8 @@ def _twice(
     ones, others = tensors_in(output), tensors_in(again)
     if len(ones) != len(others) or not all(map(_is_alike, ones, others)):
         note()
+    if state.has_drawn:
+        note_draws()
     return output
 
 

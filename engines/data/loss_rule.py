@@ -51,6 +51,7 @@ class LossParts(Record):
             units that the forward calls before it does so last.
         parameter_of_rows: a parameter that a forward changes by its rows.
         unlike: a block that is to be recomputed, and computes something else when it runs again.
+        draws: blocks that are to be recomputed drew from Python's or numpy's generators, or might.
     """
 
     is_sum: bool = False
@@ -63,6 +64,7 @@ class LossParts(Record):
     state_between: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     parameter_of_rows: str = ""
     unlike: str = ""
+    draws: bool = True
 
     def doubt_of(self, batch: Batch) -> str:
         """Say why the parts of this batch make up the whole by no rule; "" if they do."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from engines.blocks.trial import BlockTrial, run_twice
 from profiles.errors import PlanError
-from tests.engines.cases import Case
+from tests.engines.cases import Case, profile_of
 from tests.engines.parity import gradient_error, reference_loss, spread
 
 CALLS = {"all": 0}
@@ -83,6 +87,16 @@ class OfItself(Block):
         return float(self.calls)
 
 
+class DrawsOfPython(Block):
+    def scale(self) -> float:
+        return random.random()
+
+
+class DrawsOfNumpy(Block):
+    def scale(self) -> float:
+        return float(np.random.randn())
+
+
 class Counted(nn.Module):
     """Its blocks repeat; code around them counts in a global."""
 
@@ -99,6 +113,11 @@ class Counted(nn.Module):
 def _batch(rows: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rows)
     return torch.randn(rows, 6), torch.randint(0, 3, (rows,))
+
+
+def _seed() -> None:
+    random.seed(1)
+    np.random.seed(1)
 
 
 def _case(kind: type[nn.Module]) -> Case:
@@ -122,6 +141,32 @@ def test_blocks_that_repeat_are_recomputed(kind: type[nn.Module]) -> None:
     reference_loss(reference, case, case.batch(4)).backward()
     parallel.forward_backward(case.batch(4))
     assert gradient_error(parallel, reference) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("kind", "draws"), [(Block, False), (DrawsOfPython, True), (DrawsOfNumpy, True)]
+)
+def test_generators_are_put_back_where_blocks_draw_from_them(
+    kind: type[nn.Module], draws: bool
+) -> None:
+    """To look at Python's and numpy's takes longer than all else around a block."""
+    case = _case(kind)
+    model, batch = case.build(), case.batch(4)
+    trial = run_twice(model, batch, cross_entropy, profile=profile_of(case, model))
+    assert trial == BlockTrial(unlike="", draws=draws)
+    reference, parallel = spread(case, "recompute=full")
+    _seed()
+    reference_loss(reference, case, batch).backward()
+    _seed()
+    parallel.forward_backward(batch)
+    assert gradient_error(parallel, reference) < 1e-6
+
+
+def test_a_model_that_cannot_be_tried_may_draw() -> None:
+    case = _case(Block)
+    model = case.build()
+    wrong = (torch.randn(4, 5), torch.zeros(4, dtype=torch.long))
+    assert run_twice(model, wrong, cross_entropy, profile=profile_of(case, model)).draws
 
 
 def test_state_of_code_around_blocks_is_no_reason() -> None:
