@@ -26,12 +26,12 @@ from profiles.model.profile import GLUE
 from profiles.torch_compat import (
     Operator,
     TorchDispatchMode,
-    fake_tensors,
     scalar_query,
     storage_of,
     tensors_in,
     tensors_written,
 )
+from profiles.torch_compat.fakes import fake_tensors
 from profiles.units import format_percent
 from profiles.workload.optimizers import OPTIMIZERS, OptimizerProfile, UnitUpkeep
 

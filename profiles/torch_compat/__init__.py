@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -258,41 +257,6 @@ def flatten(tree: object) -> tuple[list[object], object]:
 def unflatten(leaves: Iterable[object], structure: object) -> object:
     """The reverse of `flatten`."""
     return tree_unflatten(leaves, cast(Any, structure))
-
-
-FakeMaker = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-"""Makes a fake tensor on the CPU of a tensor's shape and strides, in a dtype."""
-
-
-@contextmanager
-def fake_tensors() -> Iterator[FakeMaker]:
-    """Tensors made inside have shapes, strides and dtypes, and no memory.
-
-    Real tensors that get into an operation are taken for their shape. What fails raises, and is not
-    logged as well. Yields a maker that is ten times as fast as torch's factories are inside.
-    """
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    mode, device = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
-
-    def make(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        with without_modes():
-            meta = torch.empty_strided(like.size(), like.stride(), dtype=dtype, device="meta")
-            return FakeTensor(mode, meta, device)
-
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        with mode:
-            yield make
-    finally:
-        log.disabled = was_disabled
-
-
-def as_parameter(fake: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
-    """`fake` itself as an `nn.Parameter`, which would make another fake tensor of it."""
-    fake._is_param = True
-    return fake.requires_grad_(requires_grad)
 
 
 @contextmanager

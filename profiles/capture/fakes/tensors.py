@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from profiles.capture.fakes.code_states import unchanged_code
 from profiles.capture.fakes.object_states import object_states
-from profiles.torch_compat import FakeMaker, as_parameter, fake_tensors
+from profiles.torch_compat.fakes import FakeMaker, as_parameter, fake_tensors
 
 # Standard deviation of random parameters in place of those on the meta device: small, so that
 # numbers stay finite; as BERT and GPT-2 initialise.
