@@ -19,12 +19,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from profiles import torch_compat as compat
+from profiles.torch_compat.fakes import as_parameter, fake_tensors
 from tests.workers import Pool
 
 
 def test_fake_tensors_have_shapes_and_no_memory(capfd: pytest.CaptureFixture[str]) -> None:
     real = torch.ones(4, 8)
-    with compat.fake_tensors():
+    with fake_tensors():
         huge = torch.empty(2**20, 2**20)
         assert (huge @ huge).shape == (2**20, 2**20)
         assert (real + torch.empty(8)).shape == (4, 8)
@@ -34,19 +35,33 @@ def test_fake_tensors_have_shapes_and_no_memory(capfd: pytest.CaptureFixture[str
 
 
 def test_real_tensors_are_computed_inside_of_a_fake_run() -> None:
-    with compat.fake_tensors(), compat.without_modes():
+    with fake_tensors(), compat.without_modes():
         assert (torch.arange(3) + 1).tolist() == [1, 2, 3]
 
 
+def test_a_fake_tensor_is_made_like_a_real_one() -> None:
+    """A leaf that gradients reach, as an `nn.Parameter` of torch's factories is."""
+    real = nn.Parameter(torch.randn(3, 4).t())
+    with fake_tensors() as make:
+        fake = as_parameter(make(real, torch.bfloat16), requires_grad=True)
+        assert isinstance(fake, nn.Parameter)
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, (1, 4), torch.bfloat16)
+        assert fake.device.type == "cpu"
+        (fake * 2).sum().backward()
+        assert fake.grad is not None
+        assert fake.grad.shape == real.shape
+    assert real.grad is None
+
+
 def test_values_of_fake_tensors_are_refused() -> None:
-    with compat.fake_tensors():
+    with fake_tensors():
         for look in (torch.Tensor.item, torch.nonzero, bool):
             with pytest.raises(compat.data_dependent_errors()):
                 look(torch.empty(()) if look is not torch.nonzero else torch.empty(3))
 
 
 def test_operations_without_modes_are_real_under_fake_mode() -> None:
-    with compat.fake_tensors():
+    with fake_tensors():
         with compat.without_modes():
             assert torch.arange(3).sum().item() == 3
         assert compat.is_fake(torch.empty(3))
@@ -62,7 +77,7 @@ def test_operators_that_read_values_are_known() -> None:
 
 
 def test_constants_may_be_read_under_fake_mode() -> None:
-    with compat.fake_tensors():
+    with fake_tensors():
         assert not torch.tensor(0.5) < 0.1
 
 
@@ -88,7 +103,7 @@ def test_operators_that_this_torch_lacks_are_left_out() -> None:
 
 
 def test_tensors_that_share_memory_have_one_storage_object_until_it_goes() -> None:
-    with compat.fake_tensors():
+    with fake_tensors():
         tensor = torch.empty(4, 4)
         view = tensor.t()
         storage = compat.storage_of(tensor)
@@ -106,7 +121,7 @@ def test_tensors_that_share_memory_have_one_storage_object_until_it_goes() -> No
 
 def test_the_device_of_fake_and_real_tensors() -> None:
     assert compat.device_of(torch.empty(1, device="meta")).type == "meta"
-    with compat.fake_tensors():
+    with fake_tensors():
         assert compat.device_of(torch.empty(1)).type == "cpu"
     assert str(compat.device_query()) == "prim.device.default"
 
