@@ -6,8 +6,9 @@ loaded one at a time. Norms and sums take a time for each row beside their bytes
 a dimension that is not the last one has a thread for each position.
 
 Cycles are beyond those in which the bytes are moved, of torch 2.11 on an H200 (132 multiprocessors
-of 1.98 GHz, 4.29 TB/s): of the kernels of 17 models' steps, by torch's profiler. Some are in
-`tests/profiles/model/test_kernel_cycles.py`; `make gpu` times others alone (elementwise).
+of 1.98 GHz, 4.29 TB/s). They were read off traces of 17 models' steps, which are not kept; a kernel
+of each kind is in `tests/profiles/model/test_kernel_cycles.py`, and `make gpu` times others alone
+(elementwise).
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ POINTWISE, COPY, SUM = "pointwise", "copy", "sum"
 """Kernels by what they do; others by the names of torch's operators. A sum keeps the last
 dimension; others take no longer than their bytes."""
 CAST, STRIDED, BOTH = 0.4, 0.5, 0.7
-"""Of an element: 121 kernels with a cast took 0.29 to 0.46, of those with strides most took 0.34 to
-0.67."""
+"""Of an element."""
 _OF_ELEMENT = {
     **{"gelu": 0.1, "gelu_backward": 0.1, "silu": 0.1, "silu_backward": 0.1},
     **{"native_dropout": 0.17, "cat": 0.65, "stack": 0.9, "roll": 0.9},
@@ -32,7 +32,7 @@ _OF_ELEMENT = {
     **{"gather": 0.2, "scatter_add": 1.9, "scatter_add_": 1.9},
 }
 _OF_NORM = {"native_layer_norm": (300, 0.15), "native_layer_norm_backward": (500, 1.0)}
-"""Of a row and of an element: rows of 128 to 8,192 took 333 to 1,570 forward."""
+"""Of a row and of an element."""
 _NARROW = 256
 """Elements of a row below which a norm's backward takes those of its elements alone."""
 _OF_SOFTMAX = {
@@ -42,14 +42,12 @@ _OF_SOFTMAX = {
 """Of an element: of rows that a kernel keeps on the chip, and of longer ones, read again."""
 _KEPT_ROW = 2048
 _OF_SUM = 450, 0.9
-"""Of a row, and at most of an element: 280 to 870 of a row of biases' gradients, 512 to 10,240
-columns wide."""
+"""Of a row, and at most of an element: rows of a bias's gradient are added one after the other."""
 _OF_CLASS = {name: 144_000 if "backward" in name else 309_000 for name in _OF_SOFTMAX}
 """Of each class of a softmax by positions that are fewer than threads: all wait for it."""
 _THREADS = 132 * 2048
 _TURNED, _TURNED_BYTES = 0.2, 4
-"""Of an element of a map that is laid out anew, in 16 bits: read and written. Kernels of maps of 34
-to 206 million elements took 0.09 to 0.33."""
+"""Of an element of a map that is laid out anew, in 16 bits: read and written."""
 
 
 class Operand(NamedTuple):

@@ -366,9 +366,7 @@ def _elementwise(setting: Setting) -> Iterator[Row]:
 
 
 def _moving_rate(moved: int, cycles: int, device: Device) -> float:
-    rates = DeviceRates.of(device, "bfloat16", TORCH, CALIBRATION)
-    if not cycles:  # of kernels that load vectors
-        return rates.vectors or rates.bandwidth
+    rates = DeviceRates.of(device, "bfloat16", TORCH, CALIBRATION, charges_kernels=True)
     return moved / rates.moving_s(moved, cycles)
 
 

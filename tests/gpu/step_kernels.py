@@ -113,7 +113,8 @@ def by_class(
         return None
     workload = workload_of(plan, model, "adamw")
     context = CostContext(Facts(model=model, cluster=machine, workload=workload, stack=TORCH))
-    rates = DeviceRates.of(machine.device, plan.precision.dtype, TORCH, CALIBRATION)
+    dtype = plan.precision.dtype
+    rates = DeviceRates.of(machine.device, dtype, TORCH, CALIBRATION, charges_kernels=True)
     seconds: Counter[str] = Counter()
     for run in context.loads(plan).runs:
         for unit in (run, run.glue):

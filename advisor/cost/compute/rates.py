@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -114,11 +115,6 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
     return points[-1][1]
 
 
-def vector_bytes_per_s(device: Device) -> float:
-    """Bandwidth of elementwise kernels that load vectors: all that copies reach."""
-    return device.memory_bandwidth_bytes_per_s.value
-
-
 def operation_s(device: Device) -> float:
     """Host seconds of an operation outside modules and autograd, as in hooks."""
     return device.launch_s.value * (PLAIN_OPERATION if device.kind == "cpu" else 1.0)
@@ -137,7 +133,8 @@ class DeviceRates:
     Attributes:
         peak: of products with weights in the plan's dtype, FLOP/s; `half` of 16-bit ones.
         bandwidth: bytes/s of operands of products; `elementwise` of all other kernels, at the
-            average of torch's own; `vectors` of those that load vectors, where kernels are torch's.
+            average of torch's own; `vectors` of those that load vectors, where kernels are torch's
+            and others are charged for (`profiles.model.kernel_cycles`).
         operand_bytes: of an element of a product's factors; those of 8 bits are cast from 16.
         casts: to 8 bits by kernels of their own; `others` are the rates of products without them.
         launch_s: what a kernel takes of the host; `waits` for each to end before the next.
@@ -161,7 +158,16 @@ class DeviceRates:
     has_own_norms: bool = False
 
     @classmethod
-    def of(cls, device: Device, dtype: str, stack: Stack, calibration: Calibration) -> DeviceRates:
+    def of(
+        cls,
+        device: Device,
+        dtype: str,
+        stack: Stack,
+        calibration: Calibration,
+        *,
+        charges_kernels: bool = False,
+    ) -> DeviceRates:
+        """Rates for a plan of this dtype; `charges_kernels`: a profile counts their cycles."""
         half = peak_flop_per_s(device, dtype if dtype in _WIDE else "bfloat16").value
         is_narrow = dtype.startswith(("float8", "float4"))
         is_apart = is_narrow and stack.casts_apart
@@ -169,6 +175,8 @@ class DeviceRates:
             half = peak_flop_per_s(device, dtype).value
         is_cpu = device.kind == "cpu"
         is_eager = not (stack.compiled or stack.fused)
+        by_kernel = charges_kernels and is_eager and not is_cpu
+        own = functools.partial(cls.of, device, charges_kernels=charges_kernels)
         # If 16 bits are slower than 32 (Pascal's consumer cards), libraries convert operands.
         plain = device.flop_per_s["float32"].value
         return cls(
@@ -177,7 +185,7 @@ class DeviceRates:
             half=max(plain, half),
             bandwidth=calibration.bandwidth_bytes_per_s(device),
             elementwise=calibration.elementwise_bytes_per_s(device, is_eager=is_eager),
-            vectors=vector_bytes_per_s(device) if is_eager and not is_cpu else None,
+            vectors=device.memory_bandwidth_bytes_per_s.value if by_kernel else None,
             launch_s=device.launch_s.value
             * stack.host_work
             * (1.0 if is_cpu else calibration.launch * (1 - stack.cuda_graphs)),
@@ -186,7 +194,7 @@ class DeviceRates:
             operand_bytes=4 if dtype in _WIDE else 2,
             is_narrow=is_narrow,
             casts=(FUSED if stack.compiled else EAGER) if is_apart else None,
-            others=cls.of(device, "bfloat16", stack, calibration) if is_apart else None,
+            others=own("bfloat16", stack, calibration) if is_apart else None,
             has_own_norms=dtype == "bfloat16",
         )
 
@@ -198,11 +206,9 @@ class DeviceRates:
         return self.casts.kernels * sum(cast)
 
     def moving_s(self, moved_bytes: float, cycles: float) -> float:
-        """Seconds of kernels that are no products: of their bytes, and of cycles beside them.
-
-        Where nobody counted cycles of an accelerator's kernels, all run at their average rate.
-        """
-        if self.device.kind == "cpu" or self.vectors is None or not cycles:
+        """Seconds of kernels that are no products: of their bytes, and of cycles beside them; all
+        at their average rate where nobody counted an accelerator's."""
+        if self.vectors is None:
             return moved_bytes / self.elementwise + self.core_s(cycles)
         return moved_bytes / self.vectors + cycles * LANES / issue_per_s(self.device)
 

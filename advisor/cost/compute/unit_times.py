@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from math import hypot, log
 
@@ -162,10 +163,11 @@ def passes_of(
     is_sharded: bool = False,
 ) -> RunPasses:
     """Passes of all runs of `loads`, from which `unit_times` follow for any recompute."""
-    inner = Rates.of(device, dtype, stack, calibration)
+    rates = functools.partial(Rates.of, device, charges_kernels=loads.charges_kernels)
+    inner = rates(dtype, stack, calibration)
     # Heads stay in 16 bits where blocks multiply in 8 (DeepSeek-V3, arXiv:2412.19437, section
     # 3.3.1; Megatron-LM's output layer is none of Transformer Engine's).
-    outer = Rates.of(device, "bfloat16", stack, calibration) if inner.is_narrow else inner
+    outer = rates("bfloat16", stack, calibration) if inner.is_narrow else inner
     passes = []
     for run in loads.runs:
         own = UnitPasses.of(run, inner if run.is_block else outer, is_sharded=is_sharded)

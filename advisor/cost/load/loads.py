@@ -48,6 +48,7 @@ class Loads:
             runs in bf16, else 1.
         pieces: if these are a part of other loads, (index of the run, number of its units).
         activation_error: see `activation_error`.
+        charges_kernels: cycles of an accelerator's kernels are counted.
     """
 
     runs: tuple[UnitLoad, ...]
@@ -57,6 +58,7 @@ class Loads:
     names: tuple[str, ...] = ()
     pieces: tuple[tuple[int, int], ...] = ()
     activation_error: float = ACTIVATION_ERROR
+    charges_kernels: bool = False
 
     @cached_property
     def entries(self) -> tuple[UnitLoad, ...]:
@@ -147,6 +149,7 @@ class Loads:
                 names=self.names[first:last],
                 pieces=tuple(pieces),
                 activation_error=self.activation_error,
+                charges_kernels=self.charges_kernels,
             )
         return self._parts[first, last]
 
@@ -244,6 +247,7 @@ def loads_of(
         buffer_bytes=model.buffer_bytes,
         names=tuple(unit.name for unit in model.units),
         activation_error=activation_error(model),
+        charges_kernels=model.on_processor is False,
     )
 
 

@@ -88,11 +88,19 @@ def test_an_accelerator_takes_none_of_a_core() -> None:
     ],
 )
 def test_an_accelerator_takes_those_of_its_multiprocessors(plan: str, cycles: float) -> None:
-    """132 of 128 lanes. Where none are counted kernels move their bytes at an average rate, so the
-    first of them takes the rest at all of the bandwidth."""
+    """132 of 128 lanes. Launches hide behind the first of them: a second time as many add all."""
     per_s = H100.device.flop_per_s["float32"].value / 2 / 128
-    steps = [added_s(plan, H100, on_processor=False, cycles=n) for n in (1.0, 2.0)]
-    assert steps[1] - steps[0] == pytest.approx(BLOCKS * ROWS * cycles / per_s, rel=1e-3)
+    once, twice = (added_s(plan, H100, on_processor=False, cycles=n) for n in (1.0, 2.0))
+    assert twice - once == pytest.approx(BLOCKS * ROWS * cycles / per_s, rel=1e-3)
+
+
+def test_kernels_without_cycles_move_all_that_the_memory_does_where_others_are_charged() -> None:
+    """A unit whose kernels all load vectors is not slower than one with a kernel that does not."""
+    average = DeviceRates.of(H100.device, "bfloat16", TORCH, CALIBRATION)
+    charged = DeviceRates.of(H100.device, "bfloat16", TORCH, CALIBRATION, charges_kernels=True)
+    moved = H100.device.memory_bandwidth_bytes_per_s.value
+    assert charged.moving_s(moved, 0.0) == 1.0 < charged.moving_s(moved, 1e9)
+    assert average.moving_s(moved, 0.0) == average.moving_s(moved, 1e9) > 1.2
 
 
 def test_a_stack_that_fuses_kernels_takes_none() -> None:

@@ -75,15 +75,15 @@ def test_elementwise_kernels_reach_a_rate_between_those_measured(rates: DeviceRa
     ],
 )
 def test_kernels_whose_cycles_are_counted_reach_what_was_measured(
-    term: str, kernel: str, dtype: str, tensors: int, rates: DeviceRates
+    term: str, kernel: str, dtype: str, tensors: int
 ) -> None:
     """None was among those that the cycles were taken from: 2.1 to 4.3 TB/s."""
     shape, strides = (16_384, 8192), (8192, 1)
     given, out = (Operand(shape, strides, name) for name in ("bfloat16", dtype))
     inputs = [given] * (tensors - 1 if kernel == POINTWISE else 1)
     moved = 2 * tensors * given.elements
-    cycles = charge(kernel, inputs, [out]).cycles
-    seconds = rates.moving_s(moved, cycles) if cycles else moved / rates.vectors
+    rates = DeviceRates.of(H200, "bfloat16", TORCH, CALIBRATION, charges_kernels=True)
+    seconds = rates.moving_s(moved, charge(kernel, inputs, [out]).cycles)
     assert moved / seconds == pytest.approx(measured("elementwise")[term], rel=0.1)
 
 
