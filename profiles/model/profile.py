@@ -9,7 +9,14 @@ from functools import cached_property
 from math import prod
 from typing import Literal, Self
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from profiles.errors import InputError
 from profiles.model.affine import Affine as Affine
@@ -180,7 +187,8 @@ class ModelProfile(Document):
     """A model and one sample, looked at without changing either.
 
     Attributes:
-        units: in the order of their first call; the loss last.
+        units: in the order of their first call; the loss last. Equal ones have the same object as
+            `costs`, so that what follows from it is worked out once.
         dtype: of most parameters ("float32"); what `Numerics.AS_BUILT` runs in.
         samples: batch size of the sample that was looked at.
         tokens_per_sample: sequence length where the sample is token ids, else None.
@@ -251,6 +259,16 @@ class ModelProfile(Document):
         data = self.model_dump(mode="json", exclude_defaults=True)
         data = {"schema_version": self.schema_version, **data}
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+    @field_validator("units")
+    @classmethod
+    def _share_costs(cls, units: tuple[UnitProfile, ...]) -> tuple[UnitProfile, ...]:
+        shared: dict[tuple[tuple[Numerics, UnitCost], ...], dict[Numerics, UnitCost]] = {}
+        own = [shared.setdefault(tuple(unit.costs.items()), unit.costs) for unit in units]
+        return tuple(
+            unit if unit.costs is costs else unit.model_copy(update={"costs": costs})
+            for unit, costs in zip(units, own, strict=True)
+        )
 
     @model_validator(mode="after")
     def _require_costs(self) -> Self:

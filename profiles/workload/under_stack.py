@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost, Stretch
-from profiles.model.profile import ModelProfile, UnitCost
+from profiles.model.profile import ModelProfile, Numerics, UnitCost
 from profiles.model.work import AttentionCall, AttentionKernel, Fusible, FusibleKind, attention_cost
 from profiles.workload.losses import with_loss
 from profiles.workload.stack import Loss, Selective, Stack
@@ -33,32 +33,30 @@ def under_stack(model: ModelProfile, stack: Stack) -> ModelProfile:
     """
     if stack.name == model.stack or not _changes_kernels(stack):
         return model
-    done: dict[int, dict[object, UnitCost]] = {}
-    units = []
-    for unit in model.units:
-        # Equal blocks share their costs: change them once.
-        key = id(unit.costs)
-        if key not in done:
-            done[key] = {kind: _unit_cost(cost, stack) for kind, cost in unit.costs.items()}
-        units.append(unit.model_copy(update={"costs": done[key]}))
-    changed = with_loss(units, stack.loss, chunks=stack.loss_chunks)
-    glue = {
-        kind: {unit: _unit_cost(cost, stack) for unit, cost in costs.items()}
-        for kind, costs in model.glue.items()
-    }
-    return model.model_copy(update={"units": changed, "glue": glue, "stack": stack.name})
+    changed = _with_costs(model, lambda cost: _unit_cost(cost, stack))
+    units = with_loss(changed.units, stack.loss, chunks=stack.loss_chunks)
+    return changed.model_copy(update={"units": units, "stack": stack.name})
 
 
 def on_device(model: ModelProfile, *, is_processor: bool) -> ModelProfile:
     """`model` without cycles that were counted of the other kind of devices."""
     if (model.on_processor is not False) is is_processor or not _has_cycles(model):
         return model
-    units = [
-        unit.model_copy(update={"costs": {k: _idle(c) for k, c in unit.costs.items()}})
-        for unit in model.units
-    ]
+    return _with_costs(model, _idle)
+
+
+def _with_costs(model: ModelProfile, change: Callable[[UnitCost], UnitCost]) -> ModelProfile:
+    """`model` with every cost changed. Equal blocks share their costs, and go on sharing them:
+    what is worked out of a block is worked out once for all that are equal."""
+    done: dict[int, dict[Numerics, UnitCost]] = {}
+    units = []
+    for unit in model.units:
+        key = id(unit.costs)
+        if key not in done:
+            done[key] = {kind: change(cost) for kind, cost in unit.costs.items()}
+        units.append(unit.model_copy(update={"costs": done[key]}))
     glue = {
-        kind: {unit: _idle(cost) for unit, cost in costs.items()}
+        kind: {unit: change(cost) for unit, cost in costs.items()}
         for kind, costs in model.glue.items()
     }
     return model.model_copy(update={"units": tuple(units), "glue": glue})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from profiles.model.affine import Affine
 from profiles.model.flow import GLUE, LOSS, Flow
 from profiles.model.profile import ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.model.source import BACKWARD, CaptureSource, ValueRead
@@ -82,3 +83,15 @@ def test_what_is_trained_is_said_by_a_unit_or_all_that_it_holds() -> None:
     assert model.trained_dtypes == {"bfloat16"}
     both = model.model_copy(update={"units": (adapted, second)})
     assert both.trained_dtypes == {"bfloat16", "float32", "int8"}
+
+
+def test_equal_units_have_one_object_as_their_costs_made_or_read() -> None:
+    block, other = ({Numerics.AS_BUILT: UnitCost(forward_flop=Affine(fixed=n))} for n in (1, 2))
+    costs = [dict(block), other, dict(block), dict(block)]
+    units = tuple(UnitProfile(name=f"b{n}", kind="B", costs=c) for n, c in enumerate(costs))
+    made = ModelProfile(name="net", units=units, dtype="float32", samples=1)
+    for model in (made, ModelProfile.model_validate_json(made.to_json())):
+        first, second, *more = [unit.costs for unit in model.units]
+        assert second is not first
+        assert all(costs is first for costs in more)
+        assert [unit.costs for unit in model.units] == costs

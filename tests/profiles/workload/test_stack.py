@@ -6,12 +6,13 @@ from itertools import pairwise
 
 import pytest
 
+from profiles.closed_forms.families import profile_from_config
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.errors import UnknownNameError
 from profiles.model.profile import LOSS, Numerics, UnitCost
 from profiles.model.work import AttentionCall, AttentionKernel, FusibleKind, attention_cost
 from profiles.workload.stack import TORCH, Loss, Stack, stack_named, stacks
-from profiles.workload.under_stack import under_stack
+from profiles.workload.under_stack import on_device, under_stack
 
 SHAPE = TransformerShape(
     kind="llama", layers=2, hidden=1024, heads=16, kv_heads=4, ffn=2816, vocab=32000, length=512,
@@ -46,6 +47,24 @@ def test_the_default_changes_nothing() -> None:
 def test_a_stack_is_applied_once() -> None:
     once = under_stack(MODEL, stack_named("megatron-core-0.5"))
     assert under_stack(once, stack_named("megatron-core-0.5")) is once
+
+
+def test_equal_blocks_go_on_sharing_their_costs() -> None:
+    sizes = {"n_layer": 6, "n_embd": 64, "n_head": 4, "n_positions": 8, "vocab_size": 99}
+    model = profile_from_config(
+        {"model_type": "gpt2", **sizes},
+        samples=1,
+        sequence_length=8,
+        name="gpt2",
+        on_processor=False,
+    )
+    on_processor = on_device(model, is_processor=True)
+    for changed in (on_processor, under_stack(model, stack_named("megatron-core-0.5"))):
+        assert changed != model
+        # Between the first block, which also takes the mask, and the last one.
+        between = [unit.costs for unit in list(changed.blocks())[1:-1]]
+        assert len(between) == 4
+        assert all(costs is between[0] for costs in between)
 
 
 @pytest.mark.parametrize("name", sorted(set(stacks()) - {"torch"}))
