@@ -3,13 +3,13 @@
 MODEL is a bundled name (of a GPT, or of a network on images: see `advisor.inputs.networks`),
 `pkg.module:factory`, a Hugging Face config.json, or a saved profile. A factory runs as it is, with
 the rights and the devices it takes; bundled and Hugging Face models are built on the meta device
-(ResNets, which can be run, are not). A config of a kind that `profiles.closed_forms.families` knows
-is counted in closed form, without an import of torch or transformers.
+(ResNets, which can be run, are not). A bundled model on accelerators, or a config of a kind that
+`profiles.closed_forms.families` knows, is counted in closed form, without an import of torch or
+transformers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from pydantic import JsonValue
 
 from advisor.inputs import hugging_face, user_code
+from advisor.inputs.bundled.gpt_shapes import SHAPES, GPTConfig
 from advisor.inputs.console import say
+from advisor.inputs.gpts import BUNDLED, build_gpt, config_of, gpt_profile, shape_of
 from advisor.inputs.networks import build_network, is_network, network_profile
 from advisor.inputs.user_code import RETURN
 from profiles.errors import InputError, ModelError, UnknownNameError, a_type
@@ -30,12 +32,9 @@ from profiles.record import json_file
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from advisor.inputs.bundled.gpt import GPTConfig
     from profiles.capture.batch.call import Batch, LossFn
 
 CONFIG = "config.json"
-BUNDLED = "advisor.inputs.bundled.gpt"
-"""`model_type` of the shapes of bundled GPTs, as profiles keep them."""
 KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile"
 
 
@@ -103,6 +102,14 @@ def profile_model(
     if is_network(text) and not timed:
         _require_no_length(text, sequence_length)
         return network_profile(text, samples=samples)
+    if path is None and ":" not in text and not timed and not on_processor:
+        return gpt_profile(
+            _shape(text),
+            name=text,
+            samples=samples,
+            sequence_length=sequence_length,
+            numerics=(Numerics.AS_BUILT, *numerics),
+        )
     if path is not None and not timed:
         profile_or_none = hugging_face.closed_form(
             path,
@@ -154,7 +161,7 @@ def _made_from(text: str) -> dict[str, object]:
         return {"factory": text}
     if is_network(text):
         return {}
-    return {"config": {"model_type": BUNDLED, **dataclasses.asdict(_shape(text))}}
+    return {"config": config_of(_shape(text))}
 
 
 def profile_of_config(
@@ -169,7 +176,17 @@ def profile_of_config(
 
     where, samples = f"config of {like.name}", like.samples
     if config.get("model_type") == BUNDLED:
-        loaded = _gpt(_shape_of_config(config, where), like.name, samples, sequence_length)
+        shape = shape_of(config, where)
+        if like.on_processor is False:
+            return gpt_profile(
+                shape,
+                name=like.name,
+                samples=samples,
+                sequence_length=sequence_length,
+                numerics=like.numerics,
+            )
+        built = build_gpt(shape, samples=samples, sequence_length=sequence_length)
+        loaded = LoadedModel(*built, like.name)
     else:
         try:
             family_of(config, where=where)
@@ -292,25 +309,11 @@ def load_model(text: str, *, samples: int, sequence_length: int | None) -> Loade
 
         _require_no_length(text, sequence_length)
         return LoadedModel(*build_network(text, samples=samples), cross_entropy, text)
-    return _gpt(_shape(text), text, samples, sequence_length)
-
-
-def _gpt(shape: GPTConfig, name: str, samples: int, sequence_length: int | None) -> LoadedModel:
-    import torch
-
-    from advisor.inputs.bundled.gpt import GPT, loss
-
-    length = sequence_length or shape.context
-    # Learned positions: a longer sequence needs a longer table, nothing else changes.
-    config = dataclasses.replace(shape, context=max(length, shape.context))
-    with torch.device("meta"):
-        module = GPT(config)
-    return LoadedModel(module, (_ids(samples, length),) * 2, loss, name)
+    built = build_gpt(_shape(text), samples=samples, sequence_length=sequence_length)
+    return LoadedModel(*built, text)
 
 
 def _shape(name: str) -> GPTConfig:
-    from advisor.inputs.bundled.gpt import SHAPES
-
     if name in SHAPES:
         return SHAPES[name]
     config, code = Path(name) / CONFIG, f"{name.removesuffix('.py')}.py"
@@ -318,22 +321,6 @@ def _shape(name: str) -> GPTConfig:
     if Path(code).is_file():
         inside.append(f"name its function, as in `{user_code.module_of(code)}:build_model`")
     raise UnknownNameError("model", name, SHAPES, hints=[*inside, f"MODEL is {KINDS}"])
-
-
-def _shape_of_config(config: Mapping[str, object], where: str) -> GPTConfig:
-    from advisor.inputs.bundled.gpt import GPTConfig
-    from profiles.closed_forms.families.fields import Fields
-
-    fields = Fields(config, where=where)
-    width, num_heads = fields.heads("width", "num_heads")
-    return GPTConfig(
-        vocab_size=fields.size("vocab_size"),
-        context=fields.size("context"),
-        num_layers=fields.size("num_layers"),
-        num_heads=num_heads,
-        width=width,
-        dropout=fields.share("dropout", 0.0),
-    )
 
 
 def _factory_name(text: str) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """Planning times: `python -m tests.benchmarks.planning_time`, two tables.
 
 Not a test: nothing here passes or fails. The first table is of whole processes of `advise`, from
-start to end, for the twenty models of `known_configs`: CPU seconds, seconds until the first line is
-on the screen (a terminal), and memory.
+start to end, for a bundled model on 1,024 devices and the twenty models of `known_configs`: CPU
+seconds, seconds until the first line is on the screen (a terminal), and memory.
 The second is of decisions alone, on one core, with the comparison of every kind of plan: models are
 counted from their config.json in closed form, which is not part of these times.
 """
@@ -42,8 +42,10 @@ class Process:
 
 
 HELP = "--help"
+NAMED = "gpt-7b --cluster 128x8xH100-SXM-80GB --global-batch 1024 --precision bf16"
 PROCESSES = (
     Process(HELP, HELP),
+    Process("gpt-7b", NAMED),
     *(Process(known.name, known.options, known.config) for known in KNOWN),
 )
 

@@ -99,7 +99,8 @@ def row_of(cluster: ClusterProfile, line_bytes_per_s: float | None) -> Row:
     from advisor.cost import CostModel
     from advisor.decide.choose import choose
     from advisor.decide.walk import given_bytes_per_s, needed_bytes_per_s
-    from advisor.inputs.bundled.gpt import GPT, SHAPES, loss
+    from advisor.inputs.bundled.gpt import GPT, loss
+    from advisor.inputs.bundled.gpt_shapes import SHAPES
     from engines.plan import Plan, Recompute
 
     config = SHAPES["gpt-10m"]

@@ -21,7 +21,8 @@ from advisor.auto.local_ranks import ended_with
 from advisor.auto.parallelize import advise, auto_parallelize
 from advisor.cost.breakdown import Estimate
 from advisor.decide.decision import Decision
-from advisor.inputs.bundled.gpt import GPT, SHAPES, loss
+from advisor.inputs.bundled.gpt import GPT, loss
+from advisor.inputs.bundled.gpt_shapes import SHAPES
 from advisor.inputs.console import COLUMNS, show_on_screen
 from advisor.learning.run_log import keep_run
 from advisor.tutorial.demo.launch import GLOBAL_BATCH

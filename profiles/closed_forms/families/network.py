@@ -112,6 +112,20 @@ class FamilyRun:
         is_lowered = self.tape.numerics is Numerics.BF16 and array.dtype is DType.FLOAT32
         return ops.cast(array, DType.BFLOAT16) if is_lowered else array
 
+    def loss_of(self, output: Array, loss: Callable[[FamilyRun, Array], Array]) -> Array:
+        """The loss by a function of its own, which takes the model's output; backward starts there.
+
+        Mixed precision hands that out in fp32.
+        """
+        sources = self.wiring.sources([output])
+        self.tape.enter(LOSS, [output], is_block=False)
+        if self.tape.numerics is Numerics.BF16:
+            output = ops.cast(output, DType.FLOAT32)
+        made = loss(self, output)
+        self.tape.leave([made])
+        self.wiring.note(LOSS, sources, [made])
+        return made
+
     def finish(self, loss: Array, *outputs: Array) -> Array:
         """The loss, from which backward starts; what came after the last unit made it.
 
@@ -131,7 +145,9 @@ class ModelFamily:
 
     Attributes:
         kind: the class that transformers builds.
-        run: its forward, to the loss and whatever else it returns.
+        run: its forward, to the loss and whatever else it returns; to the output alone where the
+            loss is a function of its own.
+        loss: that function; None where the model computes its loss.
         takes_tokens: whether the batch is token ids; else it is images.
         longest: the longest sequence that it has positions for, None if there is no limit.
         experts_per_token: that a mixture sends a token to; None where there is none.
@@ -139,6 +155,7 @@ class ModelFamily:
 
     kind: str
     run: Callable[[FamilyRun], tuple[Array, ...]]
+    loss: Callable[[FamilyRun, Array], Array] | None = None
     takes_tokens: bool = True
     longest: int | None = None
     experts_per_token: int | None = None

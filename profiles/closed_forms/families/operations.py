@@ -37,11 +37,16 @@ def reshape(x: Array, *shape: int) -> Array:
 def transpose(x: Array, first: int, second: int) -> Array:
     order = list(range(len(x.shape)))
     order[first], order[second] = order[second], order[first]
+    return permute(x, *order)
+
+
+def permute(x: Array, *order: int) -> Array:
+    back = sorted(range(len(order)), key=order.__getitem__)
     return _view(
         x,
         tuple(x.shape[dim] for dim in order),
         tuple(x.strides[dim] for dim in order),
-        lambda g: [transpose(g, first, second)],
+        lambda g: [permute(g, *back)],
     )
 
 
@@ -90,6 +95,15 @@ def split(x: Array, sizes: Sequence[int], dim: int = -1) -> list[Array]:
 
     shapes = [part.shape for part in parts]
     x.tape.record(parts, [x], backward)
+    return parts
+
+
+def unbind(x: Array) -> list[Array]:
+    """The parts along the first dimension, without it; their gradients are stacked."""
+    count, *shape = x.shape
+    parts = [Array(x.tape, tuple(shape), x.strides[1:], x.dtype, x.storage) for _ in range(count)]
+    tape, whole, dtype = x.tape, x.shape, x.dtype
+    tape.record(parts, [x], lambda *g: [tape.run(g, whole, dtype, kernel="stack")])
     return parts
 
 

@@ -70,7 +70,33 @@ def profile_from_config(
         UnknownNameError: an unknown `model_type`, architecture or activation; near misses named.
         InputError: a field has a value that has no closed form here.
     """
-    family = family_of(config, where=where)
+    profile = profile_of(
+        family_of(config, where=where),
+        samples=samples,
+        sequence_length=sequence_length,
+        name=name,
+        numerics=numerics,
+        on_processor=on_processor,
+        where=where,
+    )
+    return profile.model_copy(update={"config": _as_json(config)})
+
+
+def profile_of(
+    family: ModelFamily,
+    *,
+    samples: int,
+    sequence_length: int | None,
+    name: str,
+    numerics: Sequence[Numerics] = (Numerics.AS_BUILT,),
+    on_processor: bool = True,
+    where: str | None = None,
+) -> ModelProfile:
+    """The profile of a model whose forward is written down; see `profile_from_config`.
+
+    Raises:
+        InputError: it does not take such sequences.
+    """
     _check_length(family, sequence_length, where)
     runs = {
         kind: _run_twice(family, kind, samples, sequence_length, on_processor=on_processor)
@@ -91,7 +117,6 @@ def profile_from_config(
         flow=next(iter(runs.values())).flow,
         glue={kind: run.glue for kind, run in runs.items() if run.glue},
         experts_per_token=family.experts_per_token,
-        config=_as_json(config),
         on_processor=on_processor,
     )
 
@@ -101,7 +126,7 @@ def _as_json(config: Mapping[str, object]) -> dict[str, JsonValue]:
     return cast("dict[str, JsonValue]", json.loads(json.dumps(config)))
 
 
-def _check_length(family: ModelFamily, sequence_length: int | None, where: str) -> None:
+def _check_length(family: ModelFamily, sequence_length: int | None, where: str | None) -> None:
     if family.takes_tokens and sequence_length is None:
         raise InputError(f"`{family.kind}` takes tokens: how many in a sequence?", where=where)
     if not family.takes_tokens and sequence_length is not None:
@@ -157,7 +182,9 @@ def _run_twice(
 def _costs(network: FamilyRun, family: ModelFamily) -> tuple[dict[str, Cost], dict[str, Cost]]:
     """Forward and backward: what each unit took, and code before each (`ModelProfile.glue`)."""
     tape = network.tape
-    loss = network.finish(*family.run(network))
+    first, *others = family.run(network)
+    loss = network.loss_of(first, family.loss) if family.loss else network.finish(first, *others)
+    del first, others
     saved = saved_bytes(tape.made)
     tape.backward(loss, ops.adapt)
     parameters = (p for unit in network.units.values() for p in unit.parameters.values())

@@ -133,7 +133,7 @@ class TestHelp:
         assert (advise().exit_code, advise().stdout) == (0, advise("--help").stdout)
 
     def test_the_bundled_models_are_named(self) -> None:
-        from advisor.inputs.bundled.gpt import SHAPES
+        from advisor.inputs.bundled.gpt_shapes import SHAPES
 
         text = advise("plan", "--help").stdout
         assert [name for name in SHAPES if name not in text] == []

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from advisor.decide.decision import Decision
-from advisor.inputs.bundled.gpt import GPT, SHAPES, GPTConfig, loss
+from advisor.inputs.bundled.gpt import GPT, loss
+from advisor.inputs.bundled.gpt_shapes import SHAPES, GPTConfig
 from engines.apply import apply_plan
 from engines.parallel.parity import relative_errors
 from engines.plan import load_plan

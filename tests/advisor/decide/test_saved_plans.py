@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from advisor.cli.main import cli
 from advisor.cost import estimate
 from advisor.decide.decision import Decision
-from advisor.inputs.bundled import gpt
+from advisor.inputs.bundled.gpt_shapes import SHAPES
 from engines.plan import load_plan
 from engines.tensor.rules import proposed_styles
 from tests.advisor.decide.saved import FIXED_HEADS, TOKENS, cut_down, worst_difference
@@ -82,11 +82,11 @@ def check(model: str, folder: Path, pool: Pool) -> None:
         assert share < 0.9  # experts stay whole
 
 
-@pytest.mark.parametrize("name", [*[*gpt.SHAPES][:1], *nightly(*[*gpt.SHAPES][1:])])
+@pytest.mark.parametrize("name", [*[*SHAPES][:1], *nightly(*[*SHAPES][1:])])
 def test_bundled_models_are_trained_as_planned(
     name: str, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpt, "SHAPES", {**gpt.SHAPES, name: cut_down(name)})
+    monkeypatch.setitem(SHAPES, name, cut_down(name))
     check(name, tmp_path, pool)
 
 

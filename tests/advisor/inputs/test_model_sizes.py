@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from advisor.inputs.bundled.gpt import SHAPES
+from advisor.inputs.bundled.gpt_shapes import SHAPES
 from advisor.inputs.model_sizes import at_length, head_step, scaled
 from advisor.inputs.models import profile_model
 from profiles.capture.capture import capture

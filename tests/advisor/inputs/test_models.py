@@ -194,7 +194,8 @@ class TestFactory:
         assert value.ndim == 0
 
     def test_a_module_with_a_configured_context_needs_no_length(self, write: Write) -> None:
-        write("train.py", "from advisor.inputs.bundled.gpt import GPT, SHAPES\n"
+        write("train.py", "from advisor.inputs.bundled.gpt import GPT\n"
+              "from advisor.inputs.bundled.gpt_shapes import SHAPES\n"
               "def build(): return GPT(SHAPES['gpt-10m'])\n")  # fmt: skip
         assert load("train:build").sample[0].shape == (2, 128)
 

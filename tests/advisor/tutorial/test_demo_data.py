@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from advisor.inputs.bundled.gpt import GPT, SHAPES, GPTConfig, loss
+from advisor.inputs.bundled.gpt import GPT, loss
+from advisor.inputs.bundled.gpt_shapes import SHAPES, GPTConfig
 from advisor.tutorial.demo.text import ByteWindows, reference_text
 
 TINY = GPTConfig(vocab_size=11, context=6, num_layers=2, num_heads=2, width=8)
