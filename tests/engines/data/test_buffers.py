@@ -67,6 +67,35 @@ def test_replicas_train_with_the_buffers_of_the_first(pool: Pool, plan: str) -> 
         assert unsent != pytest.approx(plain, rel=1e-4)
 
 
+class Scaled(nn.Module):
+    """Scales by a buffer that its forward never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 5)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x) * self.scale
+        return out
+
+
+def _changed_by_the_script(plan: str) -> float:
+    """The buffer in a state dict, after a step in which the script changed each rank's."""
+    _, parallel = spread(Case(Scaled, hungry_batch, F.cross_entropy), plan)
+    parallel.train_step(local_rows(parallel, hungry_batch(8), 8))
+    parallel.module.get_buffer("scale").add_(1 + dist.get_rank())
+    return float(parallel.state_dict()["scale"])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_a_state_has_buffers_that_the_script_changed_as_the_first_replica_has_them(
+    pool: Pool, plan: str
+) -> None:
+    assert pool.run(_changed_by_the_script, plan, world_size=2) == [2.0, 2.0]
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
