@@ -15,6 +15,7 @@ from advisor.decide.decision import Decision
 from advisor.inputs.console import say
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
+from advisor.inputs.stacks import is_of_engines
 from advisor.search.legal import styles_of
 from engines.plan import PartialPlan
 from engines.tensor.styles import NAMING, Style
@@ -33,9 +34,13 @@ Check = Callable[[int, bool], Pairs]
 def choose_checked(facts: Facts, *, policy: Policy, partial: PartialPlan, check: Check) -> Decision:
     """Call `choose` with the styles of `check` for the chosen tp.
 
+    Other software splits its own modules in its own way, which our engines do not check.
+
     Raises:
         PlanError, NoPlanError: as `choose`.
     """
+    if not is_of_engines(facts.stack):
+        return choose(facts, policy=policy, partial=partial)
     by_rules = styles_of(facts, by_tokens=partial.sequence_parallel)
     checked: dict[int, Pairs] = {}
     while True:
