@@ -19,6 +19,7 @@ from profiles.capture.fakes.tensors import Fakes, stand_ins
 from profiles.capture.loss_watch import LossWatch
 from profiles.capture.model_errors import explained
 from profiles.capture.operators.accelerators import AcceleratorOperators
+from profiles.capture.operators.cudnn_recurrent import CudnnRecurrent
 from profiles.capture.operators.lstm_kernels import LstmKernels
 from profiles.capture.operators.recurrent_loops import RecurrentLoops
 from profiles.capture.subject import TracedModel
@@ -123,7 +124,9 @@ def trace_step(
         stack.enter_context(RecurrentLoops(lambda: trace.scope))
         if not are_copies:
             stack.enter_context(without_onednn())  # its kernels need values
-            stack.enter_context(LstmKernels())
+            stack.enter_context(
+                LstmKernels() if subject.on_processor else CudnnRecurrent(lambda: trace.scope)
+            )
         batch = repeat_rows(map_batch(fakes.of, subject.sample), times, subject.dims)
         before = (storage_of(t) for t in (*fakes.all(), *tensors_in(batch)))
         by_storage = {
