@@ -186,7 +186,8 @@ class Estimate(Record):
             fractions; communication_error applies to transfers to the host too.
         measured_share: fraction of compute time that is based on measured times of the model's own
             blocks.
-        mfu: model FLOP (no recompute) over the peak of the dtype.
+        mfu: model FLOP (no recompute) over the peak of the dtype; of TF32, where convolutions in
+            fp32 run in it.
         samples_per_s, tokens_per_s: of the whole job; tokens None where samples are not text.
         traffic: the collectives that were charged.
         host_traffic_bytes: between device and host, per step and device.

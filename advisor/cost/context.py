@@ -11,6 +11,7 @@ from advisor.cost import anchored
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.communication.exposed import reduced_share
 from advisor.cost.communication.small_collectives import experts_s, summed_s
+from advisor.cost.compute.rates import convolves_in_tf32
 from advisor.cost.compute.unit_times import (
     Busy,
     Computing,
@@ -132,6 +133,13 @@ class CostContext:
             return self.stack.product_dtype
         is_built = self.numerics(plan) is Numerics.AS_BUILT
         return self.facts.model.dtype if is_built else plan.precision.dtype
+
+    def peak_dtype(self, plan: Plan) -> str:
+        """Dtype whose peak MFU is a share of: that of products, or of convolutions where these run
+        in TF32 and those in fp32."""
+        dtype, device = self.dtype(plan), self.facts.cluster.device
+        is_rounded = dtype == "float32" and convolves_in_tf32(self.stack, device)
+        return "tfloat32" if is_rounded and self.facts.model.has_convolutions else dtype
 
     def batch_bytes(self, plan: Plan) -> float:
         """Bytes of a rank's part of a step's batch."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from advisor.cost.communication.exchange import COMMUNICATION_ERROR
 from advisor.cost.communication.replay import USUAL_OVERLAP
+from advisor.cost.compute.rates import convolves_in_tf32
 from advisor.cost.compute.unit_times import (
     COMPUTE_ERROR,
     HOST_BANDWIDTH_BYTES_PER_S,
@@ -27,7 +28,7 @@ from advisor.search.ranking import (
     loading,
 )
 from engines.legality import numerics
-from engines.plan import Offload, OffloadTo, Plan
+from engines.plan import Offload, OffloadTo, Plan, Precision
 from profiles.machine.cluster import ClusterProfile, Constant, Learned, Link
 from profiles.model.profile import ModelProfile
 from profiles.model.source import CaptureSource
@@ -62,6 +63,12 @@ def basis(decision: Decision) -> Iterator[Basis]:
     yield from _workload(decision)
 
 
+def _rounds_convolutions(decision: Decision) -> bool:
+    facts = decision.facts
+    is_plain = decision.plan.precision is Precision.FP32 and facts.model.has_convolutions
+    return is_plain and convolves_in_tf32(facts.stack, facts.cluster.device)
+
+
 def _machine_constants(decision: Decision) -> Iterator[Basis]:
     cluster, device = decision.facts.cluster, decision.facts.cluster.device
     model = decision.facts.model
@@ -74,6 +81,13 @@ def _machine_constants(decision: Decision) -> Iterator[Basis]:
         f" {format_flop_rate(peak.value)} on {device.name}",
         source=_constant(learned, Constant.PRODUCTS, device.matmul_fraction, peak),
     )
+    if _rounds_convolutions(decision):
+        rounded = device.flop_per_s["tfloat32"]
+        yield Basis(
+            what=f"convolutions of fp32: {format_flop_rate(rounded.value)} in TF32, as"
+            " `torch.backends.cudnn.allow_tf32` is by default",
+            source=_constant(learned, Constant.PRODUCTS, device.matmul_fraction, rounded),
+        )
     bandwidth, launch = device.memory_bandwidth_bytes_per_s, device.launch_s
     yield Basis(
         what=f"memory bandwidth: {format_bandwidth(bandwidth.value)}",

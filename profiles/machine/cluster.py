@@ -184,6 +184,12 @@ class Device(Record):
         """True if the matrix units require warpgroup instructions."""
         return self.name.startswith(_HOPPER_OR_LATER)
 
+    @property
+    def has_tf32(self) -> bool:
+        """True if products of float32 are faster where their factors are rounded to TF32."""
+        rate = self.flop_per_s.get("tfloat32")
+        return rate is not None and rate.value > self.flop_per_s["float32"].value
+
 
 class Constant(StrEnum):
     """Constants that a step's time rests on, and runs can correct. Values are the report's

@@ -24,11 +24,11 @@ from profiles.model.crossings import DeviceCrossing
 from profiles.model.flow import GLUE as GLUE
 from profiles.model.flow import LOSS as LOSS
 from profiles.model.flow import Flow
-from profiles.model.layers import LayerCost
+from profiles.model.layers import LayerCost, LayerKind
 from profiles.model.loss_terms import LossTerms as LossTerms
 from profiles.model.source import BACKWARD, CaptureSource, ValueRead
 from profiles.model.times import BlockTimes
-from profiles.model.work import AttentionCall, Fusible, Product
+from profiles.model.work import AttentionCall, Fusible, Product, ProductKind
 from profiles.record import Document, Record
 from profiles.record.bounds import MOST_UNITS, Batch, Tokens
 
@@ -100,6 +100,15 @@ class UnitCost(Record):
     products: tuple[Product, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
     fusible: tuple[Fusible, ...] = ()
+
+    @property
+    def has_convolutions(self) -> bool:
+        """True if it has a convolution, as a layer or as noted work."""
+        if any(layer.kind is LayerKind.CONVOLUTION for layer in self.layers):
+            return True
+        outside = (p for layer in self.layers for p in (*layer.own.products, *layer.after.products))
+        kinds = (product.kind for product in (*self.products, *outside))
+        return any(kind is ProductKind.CONVOLUTION for kind in kinds)
 
     def calls(self) -> Iterator[AttentionCall]:
         """Every call of attention that was noted."""
@@ -329,6 +338,10 @@ class ModelProfile(Document):
         return self.source is CaptureSource.PARAMETERS or any(
             read.unit in callers for read in self.reads
         )
+
+    @cached_property
+    def has_convolutions(self) -> bool:
+        return any(cost.has_convolutions for unit in self.units for cost in unit.costs.values())
 
     @cached_property
     def trained_dtypes(self) -> frozenset[str]:

@@ -99,6 +99,8 @@ class Stack(Record):
         selective: what selective recompute repeats.
         allocator_slack: what the allocator holds over what is allocated, as a share.
         product_dtype: of products with weights, where it is not the plan's precision.
+        tf32_convolutions: those in fp32 round their factors to TF32 where a device has units for it
+            (`torch.backends.cudnn.allow_tf32`, on by default, where products by weights are exact).
         casts_apart: kernels of their own cast the factors of 8-bit products, and those of linear
             layers in blocks alone (torchao); else it is beside the products (Transformer Engine).
         is_generic: nobody said what ran: ranges are wider.
@@ -134,6 +136,7 @@ class Stack(Record):
     selective: Selective = Selective.OPERATORS
     allocator_slack: NonNegativeFloat | None = None
     product_dtype: str | None = None
+    tf32_convolutions: bool = True
     casts_apart: bool = False
     is_generic: bool = False
     sources: tuple[tuple[str, str], ...] = ()

@@ -15,9 +15,8 @@ from torch import nn
 
 from advisor.cost import Estimate
 from engines.plan import Plan
-from profiles.workload.stack import TORCH
 from tests.gpu.case import Case
-from tests.gpu.predict import Predicted, allocated, predicted
+from tests.gpu.predict import EXACT, Predicted, allocated, predicted
 from tests.gpu.results import Row, Unit
 from tests.gpu.setting import WARM_UP, LeftOutError, Setting
 from tests.gpu.subjects import SMALL, SUBJECTS, Subject, captured, fill, gpt_of
@@ -195,7 +194,7 @@ def _captured_graph(model: nn.Module, step: Callable[[], None]) -> torch.cuda.CU
 def _of_graph(setting: Setting, share: float) -> Predicted:
     plan = Plan.parse(f"precision=bf16 microbatch_size={GRAPHED_ROWS}")
     profile = captured(GRAPHED, "small gpt", on_processor=not setting.is_cuda)
-    stack = TORCH.model_copy(update={"name": f"graphs {share}", "cuda_graphs": share})
+    stack = EXACT.model_copy(update={"name": f"graphs {share}", "cuda_graphs": share})
     return predicted(plan, profile, setting.machines(), stack=stack)
 
 

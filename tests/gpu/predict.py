@@ -28,7 +28,9 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adafactor": functools.partial(torch.optim.Adafactor, lr=RATE),
 }
 """By the names of `profiles.workload.optimizers`; fused kernels are the stack's affair."""
-FUSED = TORCH.model_copy(update={"name": "torch, fused optimizer", "fused_optimizer": True})
+# Exact products, as `tests.gpu.setting` has them: cuDNN's default rounds fp32 to TF32.
+EXACT = TORCH.model_copy(update={"tf32_convolutions": False})
+FUSED = EXACT.model_copy(update={"name": "torch, fused optimizer", "fused_optimizer": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def predicted(
     machines: tuple[ClusterProfile, ClusterProfile | None],
     *,
     optimizer: str = "adamw",
-    stack: Stack = TORCH,
+    stack: Stack = EXACT,
 ) -> Predicted:
     """Estimates of `plan` on the machines by their data sheet, and as timed.
 

@@ -115,6 +115,11 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
     return points[-1][1]
 
 
+def convolves_in_tf32(stack: Stack, device: Device) -> bool:
+    """Return True if convolutions in fp32 run on the device's units for TF32."""
+    return stack.tf32_convolutions and device.kind != "cpu" and device.has_tf32
+
+
 def operation_s(device: Device) -> float:
     """Host seconds of an operation outside modules and autograd, as in hooks."""
     return device.launch_s.value * (PLAIN_OPERATION if device.kind == "cpu" else 1.0)
@@ -137,6 +142,7 @@ class DeviceRates:
             and others are charged for (`profiles.model.kernel_cycles`).
         operand_bytes: of an element of a product's factors; those of 8 bits are cast from 16.
         casts: to 8 bits by kernels of their own; `others` are the rates of products without them.
+        convolutions: rates of those, where they run in TF32 and other products in fp32.
         launch_s: what a kernel takes of the host; `waits` for each to end before the next.
         has_own_norms: batch norms are torch's kernels, not cuDNN's (torch 2.11,
             torch/aten/src/ATen/native/Normalization.cpp: bf16).
@@ -155,6 +161,7 @@ class DeviceRates:
     vectors: float | None = None
     casts: Casts | None = None
     others: DeviceRates | None = None
+    convolutions: DeviceRates | None = None
     has_own_norms: bool = False
 
     @classmethod
@@ -195,6 +202,9 @@ class DeviceRates:
             is_narrow=is_narrow,
             casts=(FUSED if stack.compiled else EAGER) if is_apart else None,
             others=own("bfloat16", stack, calibration) if is_apart else None,
+            convolutions=own("tfloat32", stack, calibration)
+            if dtype == "float32" and convolves_in_tf32(stack, device)
+            else None,
             has_own_norms=dtype == "bfloat16",
         )
 
@@ -233,7 +243,8 @@ class DeviceRates:
         if product.kind is ProductKind.ELEMENTWISE:
             return self._norm_s(product, moved_bytes, forward=flop == product.forward_flop)
         if product.kind is ProductKind.CONVOLUTION and self.device.kind != "cpu":
-            return self._convolution_s(product, flop, moved_bytes)
+            rates = self.convolutions or self
+            return rates._convolution_s(product, flop, moved_bytes)
         is_wide = product.is_wide and self.operand_bytes < WIDE_BYTES
         peak = self.half if product.kind is ProductKind.SCORES else self.peak
         if is_wide:

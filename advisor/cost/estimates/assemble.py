@@ -90,7 +90,7 @@ def assemble(
         measured_share=computing.measured_share,
         launch_error=launch_doubt,
         communication_error=sent_doubt,
-        mfu=flop / step_s / peak_flop_per_s(device, dtype).value,
+        mfu=flop / step_s / peak_flop_per_s(device, model.peak_dtype(plan)).value,
         samples_per_s=samples / step_s,
         tokens_per_s=samples * tokens / step_s if tokens else None,
         traffic=ledger.traffic(),

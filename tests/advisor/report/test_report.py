@@ -11,13 +11,17 @@ from rich.console import Console
 
 from advisor.decide.choose import choose
 from advisor.decide.decision import Decision
+from advisor.inputs.facts import Facts
+from advisor.inputs.networks import network_profile
 from advisor.report.html import fragment, page
 from advisor.report.terminal import WIDTH, lines
 from advisor.report.view import ReportView, view_of
 from advisor.whatif.why_not import WhyNot
 from engines.plan import PartialPlan
+from profiles.machine.clusters import resolve_cluster
 from profiles.model.profile import ModelProfile
 from profiles.model.source import CaptureSource, ValueRead
+from profiles.workload.workload import Workload
 from tests.factories import chain, cpus, exact, facts, gpus, transformer
 from tests.golden import check
 
@@ -357,6 +361,20 @@ def test_batch_norms_in_microbatches_are_pointed_out() -> None:
     assert "its statistics are of microbatches of 1" in " ".join(
         str(DECISIONS["chain_cpu"]).split()
     )
+
+
+def test_convolutions_in_tf32_are_named_with_the_setting_that_makes_them_exact() -> None:
+    def text(name: str, device: str, precision: str) -> str:
+        workload = Workload(global_batch_size=64, precision=precision)
+        cluster = resolve_cluster(f"1x{device}")
+        model = network_profile(name, samples=1)
+        return str(choose(Facts(model=model, cluster=cluster, workload=workload)))
+
+    shown = text("resnet50-224px", "A100-SXM-80GB", "fp32")
+    assert "convolutions of fp32: 156 TFLOP/s in TF32, as" in shown
+    assert "`torch.backends.cudnn.allow_tf32` is by default" in shown
+    assert "TF32" not in text("resnet50-224px", "A100-SXM-80GB", "bf16")
+    assert "TF32" not in text("resnet50-224px", "V100-SXM2-16GB", "fp32")
 
 
 def test_notes_on_the_machines_are_in_every_format() -> None:
