@@ -17,6 +17,7 @@ predicted best.
 from __future__ import annotations
 
 import csv
+import io
 import sys
 import time
 from itertools import pairwise
@@ -28,6 +29,7 @@ from click.testing import CliRunner, Result
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
+from rich.console import Console, RenderableType
 from torch import Tensor, nn
 
 from advisor.auto.measure import measured_sweep
@@ -36,7 +38,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.models import load_model, profile_model
 from advisor.whatif.sweep.picture import picture
 from advisor.whatif.sweep.points import Point, Sweep, Swept, sweep
-from advisor.whatif.sweep.table import sweep_csv
+from advisor.whatif.sweep.table import sweep_csv, sweep_table
 from engines.plan import PartialPlan
 from profiles.capture.capture import capture
 from profiles.errors import InputError, PlanError, RankError
@@ -196,6 +198,13 @@ MEASURED_S = (0.9, 0.5, 0.7)
 RANGES_S = (0.81, 1.08, 0.45, 0.6, 0.63, 0.84)
 
 
+def text_of(table: RenderableType) -> str:
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(table)
+    return shown.get()
+
+
 def measured(point: Point, median_s: float) -> Point:
     """Return `point` as measured in a run, with a range from a tenth less to a fifth more."""
     low_s, high_s = 0.9 * median_s, 1.2 * median_s
@@ -224,6 +233,20 @@ class TestWhatIsShown:
         assert timed.best is timed.points[1]
         partly = (*timed.points[:2], predicted.points[2])
         assert predicted.model_copy(update={"points": partly}).best is predicted.points[2]
+
+    def test_the_table_has_a_measured_column_where_something_was_measured(
+        self, predicted: Sweep, timed: Sweep
+    ) -> None:
+        partly = timed.model_copy(update={"points": (*timed.points[:2], predicted.points[2])})
+        before, after = (text_of(sweep_table(each)) for each in (predicted, partly))
+        assert "measured" not in before
+        assert "measured" in after
+        first, second, third = (
+            line.split() for line in after.splitlines() if line.rstrip().endswith(("yes", "no"))
+        )
+        assert " ".join(first[3:10]) == "900 ms 810 ms to 1.08 s"
+        assert " ".join(second[3:10]) == "500 ms 450 ms to 600 ms"
+        assert len(third) == len(second) - 2  # nothing was measured
 
     def test_the_csv_file_has_predicted_and_measured_ranges(self, timed: Sweep) -> None:
         written = csv.DictReader(sweep_csv(timed).splitlines())
