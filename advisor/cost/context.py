@@ -11,7 +11,6 @@ from advisor.cost import anchored
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.communication.exposed import reduced_share
 from advisor.cost.communication.small_collectives import experts_s, summed_s
-from advisor.cost.compute.rates import convolves_in_tf32
 from advisor.cost.compute.unit_times import (
     Busy,
     Computing,
@@ -36,6 +35,7 @@ from advisor.cost.stages.stage import StageCost
 from advisor.cost.stages.stage_borders import WHOLE, HandedOn, StageBorders
 from advisor.cost.stages.stage_memory import StageMemory, holds_outputs
 from advisor.inputs.facts import Facts
+from advisor.inputs.stacks import convolves_in_tf32
 from engines.legality import numerics, scales_loss
 from engines.plan import Aggregation, Compression, Plan, Recompute
 from engines.tensor.rules import proposed_styles

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from advisor.inputs.stacks import convolves_in_tf32
 from engines.legality import numerics
 from engines.plan import DataParallel, Plan, Precision
 from profiles.errors import InputError, UnknownNameError
@@ -12,7 +13,12 @@ from profiles.model.profile import ModelProfile
 from profiles.model.work import AttentionKernel
 from profiles.record import Record
 from profiles.workload.stack import TORCH, Stack
-from profiles.workload.under_stack import calls_processor, on_device, under_stack
+from profiles.workload.under_stack import (
+    calls_processor,
+    in_plain_fp32,
+    on_device,
+    under_stack,
+)
 from profiles.workload.workload import Workload
 
 # torch/optim/adam.py, `_fused_adam`: profiles/workload/optimizers.py counts the same.
@@ -56,6 +62,8 @@ class Facts(Record):
             and isinstance(stack, Stack)
         ):
             charged = on_device(model, is_processor=cluster.device.kind == "cpu")
+            if cluster.device.kind != "cpu" and not convolves_in_tf32(stack, cluster.device):
+                charged = in_plain_fp32(charged)
             parts["model"] = under_stack(charged, _on_device(stack, model, cluster))
             parts["workload"] = _updated_by(stack, workload)
             parts["stack"] = _with_moments(stack, workload)

@@ -8,6 +8,7 @@ from advisor.inputs.wrapped import ShownAsText
 from engines.plan import PartialPlan
 from engines.tensor.styles import by_pattern
 from profiles.errors import InputError, PlanError
+from profiles.machine.cluster import Device
 from profiles.workload.stack import COMPILED, TORCH, Loss, Selective, Stack, stack_named, stacks
 from profiles.workload.stack import compiled as compiled
 
@@ -66,6 +67,11 @@ def styles_under(stack: Stack, styles: Styles) -> Styles:
     blocks = dict.fromkeys(f"{path.partition('*')[0]}*" for path in columns)
     by_tokens = tuple((block, "sequence") for block in blocks)
     return by_pattern((*styles, *by_tokens, *((path, "joined") for path in columns)))
+
+
+def convolves_in_tf32(stack: Stack, device: Device) -> bool:
+    """Return True if convolutions in fp32 run on the device's units for TF32."""
+    return stack.tf32_convolutions and device.kind != "cpu" and device.has_tf32
 
 
 def with_stack(partial: PartialPlan, stack: Stack) -> PartialPlan:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 
 from advisor.cost.communication.exchange import COMMUNICATION_ERROR
 from advisor.cost.communication.replay import USUAL_OVERLAP
-from advisor.cost.compute.rates import convolves_in_tf32
 from advisor.cost.compute.unit_times import (
     COMPUTE_ERROR,
     HOST_BANDWIDTH_BYTES_PER_S,
@@ -19,7 +18,7 @@ from advisor.decide import levers, offload
 from advisor.decide.allocator import allocator_hint
 from advisor.decide.decision import Decision
 from advisor.decide.small_batch import small_batch_hints
-from advisor.inputs.stacks import compiled, is_of_engines, is_preset, summary
+from advisor.inputs.stacks import compiled, convolves_in_tf32, is_of_engines, is_preset, summary
 from advisor.learning.constants import tier_of
 from advisor.search.ranking import (
     Loadable,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost, Stretch
@@ -45,18 +45,37 @@ def on_device(model: ModelProfile, *, is_processor: bool) -> ModelProfile:
     return _with_costs(model, _idle)
 
 
-def _with_costs(model: ModelProfile, change: Callable[[UnitCost], UnitCost]) -> ModelProfile:
-    """`model` with every cost changed. Equal blocks share their costs, and go on sharing them:
-    what is worked out of a block is worked out once for all that are equal."""
+def in_plain_fp32(model: ModelProfile) -> ModelProfile:
+    """`model` with maps left as they lie where it computes in fp32, whose kernels of convolutions
+    take any layout; those of matrix units (16 bits, TF32) have them turned around."""
+    costs = (unit.costs.get(Numerics.AS_BUILT) for unit in model.units)
+    turned = (f for cost in costs if cost for f in cost.fusible if f.kind is FusibleKind.LAYOUT)
+    if model.dtype != "float32" or next(turned, None) is None:
+        return model
+    plain = Stack(name="plain", fused=(FusibleKind.LAYOUT,))
+    return _with_costs(model, lambda cost: _unit_cost(cost, plain), (Numerics.AS_BUILT,))
+
+
+def _with_costs(
+    model: ModelProfile,
+    change: Callable[[UnitCost], UnitCost],
+    kinds: Collection[Numerics] = tuple(Numerics),
+) -> ModelProfile:
+    """`model` with every cost of these kinds changed. Equal blocks share their costs, and go on
+    sharing them: what is worked out of a block is worked out once for all that are equal."""
+
+    def changed(kind: Numerics, cost: UnitCost) -> UnitCost:
+        return change(cost) if kind in kinds else cost
+
     done: dict[int, dict[Numerics, UnitCost]] = {}
     units = []
     for unit in model.units:
         key = id(unit.costs)
         if key not in done:
-            done[key] = {kind: change(cost) for kind, cost in unit.costs.items()}
+            done[key] = {kind: changed(kind, cost) for kind, cost in unit.costs.items()}
         units.append(unit.model_copy(update={"costs": done[key]}))
     glue = {
-        kind: {unit: change(cost) for unit, cost in costs.items()}
+        kind: {unit: changed(kind, cost) for unit, cost in costs.items()}
         for kind, costs in model.glue.items()
     }
     return model.model_copy(update={"units": tuple(units), "glue": glue})

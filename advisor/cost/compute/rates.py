@@ -22,6 +22,7 @@ from advisor.cost.compute.norms import LANES, block_s
 from advisor.cost.compute.waves import wave_share
 from advisor.cost.load.casts import EAGER, FUSED, Casts, cast_count, cast_elements, is_cast
 from advisor.cost.load.work import ELEMENT_BYTES, AttentionLoad, ProductLoad
+from advisor.inputs.stacks import convolves_in_tf32
 from profiles.machine.cluster import Device
 from profiles.model.work import AttentionKernel, ProductKind
 from profiles.provenance import Quantity
@@ -113,11 +114,6 @@ def product_efficiency(device: Device, flop: float, peak: float) -> float:
         if flop < large:
             return low + (high - low) * log(flop / small) / log(large / small)
     return points[-1][1]
-
-
-def convolves_in_tf32(stack: Stack, device: Device) -> bool:
-    """Return True if convolutions in fp32 run on the device's units for TF32."""
-    return stack.tf32_convolutions and device.kind != "cpu" and device.has_tf32
 
 
 def operation_s(device: Device) -> float:

@@ -6,13 +6,15 @@ from itertools import pairwise
 
 import pytest
 
+from profiles.closed_forms.convnets.profile import profile_of as convnet_profile
+from profiles.closed_forms.convnets.registry import network_of
 from profiles.closed_forms.families import profile_from_config
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.errors import UnknownNameError
 from profiles.model.profile import LOSS, Numerics, UnitCost
 from profiles.model.work import AttentionCall, AttentionKernel, FusibleKind, attention_cost
 from profiles.workload.stack import TORCH, Loss, Stack, stack_named, stacks
-from profiles.workload.under_stack import on_device, under_stack
+from profiles.workload.under_stack import in_plain_fp32, on_device, under_stack
 
 SHAPE = TransformerShape(
     kind="llama", layers=2, hidden=1024, heads=16, kv_heads=4, ffn=2816, vocab=32000, length=512,
@@ -65,6 +67,22 @@ def test_equal_blocks_go_on_sharing_their_costs() -> None:
         between = [unit.costs for unit in list(changed.blocks())[1:-1]]
         assert len(between) == 4
         assert all(costs is between[0] for costs in between)
+
+
+def test_in_plain_fp32_maps_stay_as_they_lie() -> None:
+    network, _ = network_of("resnet50-128px")
+    model = convnet_profile(network, samples=1)
+    assert in_plain_fp32(MODEL) is MODEL  # it has no maps
+    plain = in_plain_fp32(model)
+    for before, after in zip(model.units, plain.units, strict=True):
+        fp32, kept = before.costs[Numerics.AS_BUILT], after.costs[Numerics.AS_BUILT]
+        turned = [f for f in fp32.fusible if f.kind is FusibleKind.LAYOUT]
+        assert not [f for f in kept.fusible if f.kind is FusibleKind.LAYOUT]
+        spared = fp32.forward_moved_bytes.at(1) - kept.forward_moved_bytes.at(1)
+        assert spared == pytest.approx(sum(f.forward_moved_bytes for f in turned))
+        for kind in set(before.costs) - {Numerics.AS_BUILT}:
+            assert after.costs[kind] == before.costs[kind]
+    assert in_plain_fp32(plain) is plain
 
 
 @pytest.mark.parametrize("name", sorted(set(stacks()) - {"torch"}))

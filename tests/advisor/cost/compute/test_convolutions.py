@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from advisor.cost import estimate
 from advisor.cost.calibration import CALIBRATION
 from advisor.cost.compute.rates import DeviceRates
 from advisor.cost.compute.unit_times import unit_times
 from advisor.cost.load.loads import loads_of
 from advisor.cost.load.work import ProductLoad
-from engines.plan import Recompute
+from advisor.inputs.facts import Facts
+from advisor.inputs.networks import network_profile
+from engines.plan import Plan, Recompute
 from profiles.closed_forms.convnets.draft import ConvnetBuilder
 from profiles.closed_forms.convnets.profile import profile_of
 from profiles.machine import catalogue
+from profiles.machine.clusters import resolve_cluster
 from profiles.model.profile import Numerics
 from profiles.model.work import FusibleKind, ProductKind
 from profiles.workload.stack import Stack
 from profiles.workload.under_stack import under_stack
+from profiles.workload.workload import Workload
 
 PLAIN = Stack(name="plain", fused=(FusibleKind.LAYOUT,))
 EXACT = PLAIN.model_copy(update={"tf32_convolutions": False})
@@ -65,6 +70,27 @@ def test_convolutions_in_fp32_run_in_tf32_where_there_are_units_for_it() -> None
     plain = seconds(convolution(1), "A100-SXM-80GB", "float32", EXACT)
     assert rounded == told
     assert plain[0] > 3 * rounded[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "images_per_s"),
+    [
+        ("V100-SXM2-16GB", 128, 369.66),
+        ("A100-SXM-40GB", 360, 756.2),
+        ("H100-SXM-80GB", 640, 1898.5),
+    ],
+)
+def test_resnet_50_in_fp32_is_within_the_range_of_what_lambda_published(
+    device: str, rows: int, images_per_s: float
+) -> None:
+    """One process (lambdal/deeplearning-benchmark, resnet50_FP32; of the A100 half of two)."""
+    facts = Facts(
+        model=network_profile("resnet50-224px", samples=1),
+        cluster=resolve_cluster(f"1x{device}"),
+        workload=Workload(global_batch_size=rows, precision="fp32"),
+    )
+    step = estimate(Plan(microbatch_size=rows), facts)
+    assert step.step_low_s < rows / images_per_s < step.step_high_s
 
 
 def test_other_products_in_fp32_stay_exact() -> None:
