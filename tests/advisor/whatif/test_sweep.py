@@ -4,14 +4,14 @@ The figures of PyTorch's tutorial on model parallelism (ResNet-50, 120 images of
 devices, plain SGD): 3.75 s on one, 4.02 s in turn, 2.51 s as a pipeline of 20 images at a time,
 best at 12. Its devices are not named; ratios are compared, on two V100 joined by PCIe.
 
-    in turn over one device         tutorial +7.2 %        predicted +7.1 %
-    one device over the pipeline    tutorial 1.49          predicted 1.43
-    in turn over the pipeline       tutorial 1.60          predicted 1.53
-    best size of a split            tutorial 12            predicted 10; 8, 12, 20 within 5 %
+    in turn over one device         tutorial +7.2 %        predicted +8.2 %
+    one device over the pipeline    tutorial 1.49          predicted 1.44
+    in turn over the pipeline       tutorial 1.60          predicted 1.56
+    best size of a split            tutorial 12            predicted 12; 8, 10, 20 within 5 %
 
 All lie within the stated ranges, which are +-30 % of a step. The tutorial's devices are slower (it
-times three batches, so a step on one takes 1.25 s, here 0.15); on two T4 and on two P40 10 or 12 is
-predicted best.
+times three batches, so a step on one takes 1.25 s, here 0.13); on two T4 12 is predicted best, on
+two P40 10.
 """
 
 from __future__ import annotations
@@ -92,14 +92,15 @@ class TestTheTutorial:
         assert all(a > b for a, b in pairwise(curve[: lowest + 1]))
         assert all(a < b for a, b in pairwise(curve[lowest:]))
         assert step_s[12] < 1.05 * min(curve)
-        assert "Equally fast, within 5.0%: 5, 8, 12, 20" in result.stdout
+        assert "Fastest, as predicted: split size 12" in result.stdout
+        assert "Equally fast, within 5.0%: 8, 10, 20" in result.stdout
         assert drawn.read_bytes().startswith(PNG)
 
     @pytest.mark.parametrize(
         "device",
         [
-            pytest.param("T4-16GB", marks=pytest.mark.xfail(reason="10 is predicted, by 0.01 %")),
-            pytest.param("P40-24GB", marks=pytest.mark.xfail(reason="10 is predicted, by 1 %")),
+            "T4-16GB",
+            pytest.param("P40-24GB", marks=pytest.mark.xfail(reason="10 is predicted, by 0.1 %")),
         ],
     )
     def test_on_slower_devices_splits_of_twelve_are_best(self, device: str, tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ class TestTheTutorial:
         assert in_turn / one - 1 == pytest.approx(IN_TURN_S / ONE_S - 1, abs=0.04)
         assert one / pipelined - 1 == pytest.approx(ONE_S / PIPELINED_S - 1, abs=0.12)
         said = (round(in_turn / one, 3), round(one / pipelined, 2), round(in_turn / pipelined, 2))
-        assert said == (1.07, 1.43, 1.53)
+        assert said == (1.082, 1.44, 1.56)
         for row, published in zip(rows(table), (ONE_S, IN_TURN_S, PIPELINED_S), strict=True):
             # The tutorial's devices are slower: scale by the step of one device.
             here = published / ONE_S * one
