@@ -123,7 +123,7 @@ def keep_run(parallel: ParallelModel, *, peak_bytes: float | None = None) -> Tra
     return _keep(steps, decision, machine, fewest=FEWEST_STEPS, peak_bytes=peak_bytes)
 
 
-def keep_at_end(parallel: ParallelModel, *, learns: bool = True, anchors: bool = False) -> None:
+def keep_at_end(parallel: ParallelModel, *, learns: bool, anchors: bool) -> None:
     """Log the run when `parallel` is released or the process ends, unless already logged; with
     `anchors` also the residual of each term."""
     decision = parallel.decision
