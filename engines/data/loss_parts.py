@@ -247,8 +247,8 @@ def _run(
 
     Batch norms use their running statistics: that they see parts of a batch is known, and said.
     """
-    modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
-    with torch.inference_mode(False), torch.enable_grad(), stand_ins(modules, copies=True) as fakes:
+    runs = [model] if loss_fn is None else [model, loss_fn]
+    with torch.inference_mode(False), torch.enable_grad(), stand_ins(runs, copies=True) as fakes:
         for module in model.modules():
             module.training &= is_training and not is_batch_norm(module)
         fill_zeros(model)

@@ -61,7 +61,7 @@ def require_own_units_suffice(
     except Exception as error:  # of the user's code: not on a CPU, or no loss in eval mode
         log.info("stages are not tried: %s", summary(error))
         return
-    if whole.draws or not whole.changes:
+    if whole.draws or not (whole.changes or whole.is_another_again):
         return
     for segment in segments_of(plan, profile.flow, model):
         try:
@@ -106,6 +106,14 @@ class _Ran:
     draws: bool = False
     changes: bool = False
 
+    @property
+    def is_another_again(self) -> bool:
+        """True if the second forward computed something else: code has a state of its own, in a
+        global or a closure."""
+        each = zip(self.calls, self.losses, strict=True)
+        first, second = (_Ran([calls], [loss]) for calls, loss in each)
+        return second.first_unlike(first) is not None
+
     def first_unlike(self, whole: _Ran) -> str | None:
         """The first output that is not that of the whole model."""
         for own, theirs in zip(self.calls, whole.calls, strict=True):
@@ -141,12 +149,12 @@ class _Trial:
     def run(self, segment: Segment | None = None, known: _Ran | None = None) -> _Ran:
         """The whole model, or the stage of `segment` with the `known` outputs of earlier units."""
         ran, loss_fn = _Ran(), self.loss_fn
-        modules = [self.model, loss_fn] if isinstance(loss_fn, nn.Module) else [self.model]
+        runs = [self.model] if loss_fn is None else [self.model, loss_fn]
         units = list(dict.fromkeys(self.flow.calls[n].unit for n in unit_calls(self.flow)))
         with (
             torch.inference_mode(False),
             torch.enable_grad(),
-            stand_ins(modules, copies=True) as fakes,
+            stand_ins(runs, copies=True) as fakes,
         ):
             for module in self.model.modules():
                 is_left = is_batch_norm(module) or isinstance(module, _DROPOUT)

@@ -145,7 +145,7 @@ def _calls(copy: UnitCopy, paths: Sequence[str], heads: int) -> dict[str, _Call]
         module.register_forward_pre_hook(functools.partial(enter, path), with_kwargs=True)
         module.register_forward_hook(lambda _m, _a, output, path=path: leave(path, output))
     args, kwargs, _ = copy.inputs()
-    with torch.no_grad():
+    with torch.no_grad(), copy.running():
         unit(*args, **kwargs)
     inside: set[int] = set()
     for path in (path for path in paths if path in calls):

@@ -17,7 +17,7 @@ from engines.tensor.copy_tree import copy_tree
 from profiles.capture.batch.call import Batch, call_model
 from profiles.capture.batch.rows import split_rows
 from profiles.capture.batch.tree import map_batch
-from profiles.capture.fakes.code_states import unchanged_code
+from profiles.capture.fakes.code_states import CodeStates, unchanged_code
 from profiles.capture.fakes.known_values import known_values
 from profiles.capture.fakes.mode import FakeRunMode
 from profiles.capture.fakes.tensors import preserved_random_state, replaced, stand_ins
@@ -69,6 +69,7 @@ class UnitCopy:
             attention weights that are not used.
         values: of its parameters, by name. Not as initialised, because a bias of zeros or a norm
             of ones hides mistakes.
+        code: state of the unit's code, which copies share: what functions close over, say.
     """
 
     paths: tuple[str, ...]
@@ -77,6 +78,16 @@ class UnitCopy:
     kwargs: Any
     used: frozenset[int]
     values: Mapping[str, Tensor] = field(repr=False)
+    code: CodeStates = field(repr=False)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a run of a copy: all begin with the state that the unit's code has, and leave it
+        to the training."""
+        try:
+            yield
+        finally:
+            self.code.restore()
 
     def fresh(self) -> nn.Module:
         """A copy of the unit that shares `values`: they must not be written to."""
@@ -145,14 +156,15 @@ def copy_unit(model: nn.Module, kind: UnitKind) -> UnitCopy:
         raise _untried(paths[0], call.why_not)
     original = model.get_submodule(paths[0])
     is_large = sum(parameter.numel() for parameter in original.parameters()) > LARGE
-    why_not = ""
+    why_not, code = "", CodeStates([original])
     # Code may cast to float32 by name.
     for dtype in [torch.float32] if is_large else [torch.float64, torch.float32]:
         best: tuple[int, UnitCopy] | None = None
         for masks in Masks:
             try:
-                made = _made_up(original, paths, call, dtype, masks)
-                outputs, reached, least = _tried(made)
+                made = _made_up(original, paths, call, dtype, masks, code)
+                with made.running():
+                    outputs, reached, least = _tried(made)
             except Exception as error:  # the unit's own code, on numbers it was not made for
                 why_not = first_line(error)
                 continue
@@ -202,6 +214,7 @@ def _made_up(
     call: UnitArguments,
     dtype: torch.dtype,
     masks: Masks,
+    code: CodeStates,
 ) -> UnitCopy:
     generator = torch.Generator().manual_seed(SEED)
 
@@ -237,7 +250,8 @@ def _made_up(
     floats = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     if floats:
         floats[0].requires_grad_()  # its main input, also in a frozen model
-    return UnitCopy(paths, copy.deepcopy(original, memo).eval(), args, kwargs, call.used, values)
+    unit = copy.deepcopy(original, memo).eval()
+    return UnitCopy(paths, unit, args, kwargs, call.used, values, code)
 
 
 def _kind(unit: nn.Module, call: UnitArguments) -> object:

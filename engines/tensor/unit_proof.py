@@ -308,6 +308,11 @@ def _same(gradient: Tensor) -> Tensor:
 
 def _run(unit: nn.Module, copy: UnitCopy) -> CallResult:
     """One call and its backward from random gradients of the outputs."""
+    with copy.running():
+        return _result(unit, copy)
+
+
+def _result(unit: nn.Module, copy: UnitCopy) -> CallResult:
     args, kwargs, given = copy.inputs()
     outputs = copy.outputs(unit(*args, **kwargs))
     generator = torch.Generator().manual_seed(SEED)

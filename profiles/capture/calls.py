@@ -72,12 +72,12 @@ def calls_of(
     def after(*_: object) -> None:
         inside.pop()
 
-    modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
+    runs = [model] if loss_fn is None else [model, loss_fn]
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),
-        stand_ins(modules) as fakes,
+        stand_ins(runs) as fakes,
     ):
         batch = map_batch(lambda tensor: fakes.of(tensor), sample)
         numbers |= {id(fakes.of(t)): number for number, t in enumerate(batch_tensors(sample))}

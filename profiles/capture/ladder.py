@@ -264,12 +264,12 @@ def _require_runs(subject: TracedModel, failures: Sequence[CannotFollow]) -> Non
     if subject.devices or any(p.is_meta for p in parameters):
         raise suspects[0]
     device = parameters[0].device if parameters else torch.device("cpu")
-    modules = [model, subject.loss_fn] if isinstance(subject.loss_fn, nn.Module) else [model]
+    runs = [model] if subject.loss_fn is None else [model, subject.loss_fn]
     with (
         torch.no_grad(),
-        unchanged_code(modules),
+        unchanged_code(runs),
         preserved_random_state(),
-        replaced(modules, _own_buffer),
+        replaced(runs, _own_buffer),
     ):
         batch = map_batch(lambda tensor: tensor.to(device), sample)
         try:

@@ -114,13 +114,13 @@ def trace_step(
     is_autocast = numerics is Numerics.BF16_AUTOCAST
     if is_autocast:
         autocast_grouped_products()  # as the engines do
-    modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
+    runs = [model] if loss_fn is None else [model, loss_fn]
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         are_copies = source is CaptureSource.RUN
-        fakes = stack.enter_context(stand_ins(modules, cast=low_precision, copies=are_copies))
+        fakes = stack.enter_context(stand_ins(runs, cast=low_precision, copies=are_copies))
         stack.enter_context(RecurrentLoops(lambda: trace.scope))
         if not are_copies:
             stack.enter_context(without_onednn())  # its kernels need values

@@ -53,12 +53,12 @@ def first_that_runs(
 
 def why_not_twice(model: nn.Module, sample: Batch, loss_fn: LossFn | None, dims: Dims) -> str:
     """The reason why the model does not run on the rows twice over, on fake tensors; else empty."""
-    modules = [model, loss_fn] if isinstance(loss_fn, nn.Module) else [model]
+    runs = [model] if loss_fn is None else [model, loss_fn]
     with (
         torch.inference_mode(False),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
-        stand_ins(modules) as fakes,
+        stand_ins(runs) as fakes,
         without_onednn(),
         warnings.catch_warnings(action="ignore"),  # of sizes that are only tried
     ):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -68,11 +68,23 @@ def _put_slots(value: object, attributes: dict[str, Any]) -> None:
         object.__setattr__(value, name, item)
 
 
+def _mapping(value: Any) -> dict[Any, Any]:
+    """The items of a dict, by the methods of Python's classes: the user's may make them when asked,
+    as those of transformers' activations do."""
+    keys = OrderedDict.__iter__ if isinstance(value, OrderedDict) else dict.__iter__
+    return {key: dict.__getitem__(value, key) for key in keys(value)}
+
+
+def _sequence(value: Any) -> list[Any]:
+    return list(list.__iter__(value) if isinstance(value, list) else deque.__iter__(value))
+
+
 def _put_items(value: Any, items: Any) -> None:
-    """By the methods of Python's classes: the user's may do more."""
     if isinstance(value, dict):
-        dict.clear(value)
-        dict.update(value, items)
+        kind_of_dict = OrderedDict if isinstance(value, OrderedDict) else dict
+        kind_of_dict.clear(value)
+        for key, item in items.items():
+            kind_of_dict.__setitem__(value, key, item)
     else:
         kind = list if isinstance(value, list) else deque
         kind.clear(value)
@@ -89,8 +101,8 @@ _ATTRIBUTES = _Kind(
 _OF_OWN = (
     _ATTRIBUTES,
     _Kind(lambda v: bool(_slots(v)), _slots, _put_slots),
-    _Kind(lambda v: isinstance(v, dict), dict, _put_items),
-    _Kind(lambda v: isinstance(v, list | deque), list, _put_items),
+    _Kind(lambda v: isinstance(v, dict), _mapping, _put_items),
+    _Kind(lambda v: isinstance(v, list | deque), _sequence, _put_items),
 )
 _GENERATORS = (
     _Kind(_is(torch.Generator), lambda v: v.get_state(), lambda v, state: v.set_state(state)),

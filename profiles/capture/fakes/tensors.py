@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,22 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.fakes.code_states import unchanged_code
+from profiles.capture.fakes.iterators import is_iterator, iterator_like
 from profiles.capture.fakes.object_states import object_states
 from profiles.torch_compat.fakes import FakeMaker, as_parameter, fake_tensors
 
 # Standard deviation of random parameters in place of those on the meta device: small, so that
 # numbers stay finite; as BERT and GPT-2 initialise.
 _NOISE = 0.02
-_ITERATORS: tuple[type[Any], ...] = (
-    itertools.count,
-    itertools.cycle,
-    itertools.repeat,
-    itertools.chain,
-    itertools.islice,
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(0))),
-)
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 """Kinds of most attributes of a module, that hold no tensor."""
 
@@ -100,7 +89,7 @@ def elements_once(tensor: Tensor) -> tuple[slice, ...]:
 
 @contextmanager
 def stand_ins(
-    modules: Sequence[nn.Module], *, cast: torch.dtype | None = None, copies: bool = False
+    runs: Sequence[object], *, cast: torch.dtype | None = None, copies: bool = False
 ) -> Iterator[Fakes]:
     """Inside, the modules hold fake tensors, and operations compute shapes alone; or, with
     `copies`, they hold copies on the CPU, and compute.
@@ -110,20 +99,24 @@ def stand_ins(
     forward does to its module (buffers, caches, hooks) it does to the copy: at the end the modules
     are as they were, and so are the random number generators, also those that modules keep, and
     what the modules' code remembers.
+
+    Args:
+        runs: modules, and functions that run with them: a loss.
     """
     with (
-        unchanged_code(modules),  # before tensors that are made are fake
+        unchanged_code(runs),  # before tensors that are made are fake
         nullcontext() if copies else fake_tensors() as fake,
         preserved_random_state(),
     ):
         fakes = Fakes(cast=cast, fake=fake)
-        with replaced(modules, fakes.of):
+        with replaced(runs, fakes.of):
             yield fakes
 
 
 @contextmanager
-def replaced(modules: Sequence[nn.Module], of: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, the modules have copies of their attributes, with `of` each tensor in its place."""
+def replaced(runs: Sequence[object], of: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, modules have copies of their attributes, with `of` each tensor in its place."""
+    modules = (each for each in runs if isinstance(each, nn.Module))
     every = {id(part): part for module in modules for part in module.modules()}
     originals = [(module, module.__dict__) for module in every.values()]
     own = object_states(names for _, names in originals)
@@ -174,20 +167,10 @@ def copied(value: object, of: Callable[[Tensor], Tensor], copies: dict[int, obje
         return tuple.__new__(type(value), [copied(item, of, copies) for item in value])
     if type(value) is set:
         return set(value)
-    if isinstance(value, _ITERATORS):
-        copies[id(value)] = _iterator_like(value)
+    if is_iterator(value):
+        copies[id(value)] = iterator_like(value)
         return copies[id(value)]
     return value
-
-
-def _iterator_like(iterator: Any) -> Any:
-    """Another one in the same place; itself from Python 3.14 on, which copies those of itertools
-    no longer."""
-    try:
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            return copy.copy(iterator)
-    except TypeError:
-        return iterator
 
 
 def _emptied(container: Any) -> Any:

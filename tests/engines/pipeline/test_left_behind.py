@@ -144,6 +144,27 @@ class Asking(Around):
         return x / (1 + len(self.inner.numbers))
 
 
+class Pace:
+    """A number that code between units raises, where no module leads to."""
+
+    number = 0
+
+
+PACE = Pace()
+
+
+class Paced(Around):
+    """Each stage has its own number, and one ends before it is raised."""
+
+    def between(self, x: Tensor) -> Tensor:
+        PACE.number += 1
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x * (1 + PACE.number))
+        return out
+
+
 COLLECTED: list[int] = []
 
 
@@ -217,6 +238,12 @@ def test_stages_whose_units_compute_with_what_units_of_others_count_are_refused(
     plan = PLAN.replace("inner", "leave")
     for what in pool.run(_refusal, kind, plan, world_size=2):
         assert "the output of `leave` is another one on the stage that begins with `leave`" in what
+
+
+@pytest.mark.dist
+def test_stages_that_end_before_a_global_changes_are_refused(pool: Pool) -> None:
+    for what in pool.run(_refusal, Paced, world_size=2):
+        assert "the output of `enter` is another one on the first stage than in the whole" in what
 
 
 def _trained(kind: type[Around]) -> tuple[float, float]:

@@ -182,3 +182,32 @@ def test_a_proof_covers_its_own_split_alone() -> None:
     assert not proof.covers(model, HEADS, size=4)
     assert not proof.covers(model, HEADS[:3], size=2)
     assert not proof.covers(model, (*HEADS, ("blocks.*", "sizes(width_of_head)")), size=2)
+
+
+class Ticking(units.Attention):
+    """Scales its output by the number of its calls, of which a closure knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = 0
+
+        def tick() -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+        self.tick = tick
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.tick()
+
+
+def test_a_proof_leaves_what_the_code_of_a_unit_counts_as_it_was() -> None:
+    """Units are tried many times, on one rank alone."""
+    model = units.Stack([Ticking(), Ticking()])
+    batch = torch.randn(2, 8, units.WIDTH)
+    profile = capture(model, batch, name="stack")
+    proposal = propose_styles(model, batch, size=2, profile=profile)
+    assert any(style == "row" for _, style in proposal.styles)  # every trial sees the same number
+    prove_split(model, batch, proposal.styles, size=2, profile=profile, has_target=False)
+    assert [block.tick() for block in model.blocks if isinstance(block, Ticking)] == [1, 1]

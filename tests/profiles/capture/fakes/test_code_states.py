@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from profiles.capture.capture import capture
 from profiles.capture.fakes.tensors import stand_ins
+from profiles.errors import ModelError
 
 MASKS: dict[int, Tensor] = {}
 PAST: list[list[int]] = [[0]]
@@ -147,3 +150,132 @@ def test_results_that_were_remembered_before_are_remembered_where_none_is_new(
     with stand_ins([model], copies=True):
         model(torch.randn(3, 4))
     assert ramp(4) is known
+
+
+class Meter:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.count, self.past = 0, [0]
+
+    def tick(self) -> int:
+        self.count += 1
+        self.past.append(self.count)
+        return self.count + len(self.past)
+
+
+METER = Meter()
+LOSSES = 0
+
+
+def of_global() -> Callable[[], float]:
+    return lambda: METER.tick()
+
+
+def of_object() -> Callable[[], float]:
+    meter = Meter()
+    return lambda: meter.tick()
+
+
+def of_method() -> Callable[[], float]:
+    return Meter().tick
+
+
+def of_partial() -> Callable[[], float]:
+    def tick(past: list[int], meter: Meter) -> float:
+        past.append(1)
+        return len(past) + meter.tick()
+
+    return functools.partial(tick, [], Meter())
+
+
+def of_draws() -> Callable[[], float]:
+    python, torchs = random.Random(3), torch.Generator().manual_seed(3)
+    return lambda: python.random() + torch.rand((), generator=torchs).item()
+
+
+def of_iterators() -> Callable[[], float]:
+    counts, cycled = {"all": itertools.count()}, itertools.cycle([1.0, 2.0, 4.0])
+
+    def tick(every: Iterator[float] = map(float, itertools.count(5))) -> float:  # noqa: B008
+        return next(counts["all"]) + next(cycled)
+
+    return tick
+
+
+TICKS = [of_global, of_object, of_method, of_partial, of_draws]
+if sys.version_info < (3, 14):
+    TICKS.append(of_iterators)
+
+
+class Scaled(nn.Module):
+    """A layer times a number, of a function that it has as an attribute or that is its hook."""
+
+    def __init__(self, tick: Callable[[], float], *, is_hook: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if is_hook:
+            self.linear.register_forward_hook(lambda _m, _a, output: output * tick())
+        else:
+            self.tick = tick
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out * self.tick() if hasattr(self, "tick") else out
+
+
+@pytest.mark.parametrize("make", TICKS)
+@pytest.mark.parametrize("is_hook", [False, True])
+@pytest.mark.parametrize("copies", [False, True])
+def test_objects_generators_and_iterators_that_code_leads_to_are_put_back(
+    make: Callable[[], Callable[[], float]], is_hook: bool, copies: bool
+) -> None:
+    METER.count, METER.past = 0, [0]
+    first = 3.0 if make is of_global else make()()
+    model, x = Scaled(make(), is_hook=is_hook), torch.ones(2, 4)
+    for _ in range(2):
+        if copies:
+            with stand_ins([model], copies=True):
+                model(x)
+                model(x)
+        else:
+            capture(model, x)
+    scale = model(x) / nn.functional.linear(x, model.linear.weight, model.linear.bias)
+    assert scale.mean().item() == pytest.approx(first, rel=1e-4)
+
+
+def _loss_of_a_global(output: Tensor, target: Tensor) -> Tensor:
+    global LOSSES
+    LOSSES += 1
+    return (output - target).square().mean() * LOSSES
+
+
+class Annealed:
+    """A loss with a step of its own."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.step += 1
+        return (output - target).square().mean() * self.step
+
+
+def test_what_a_loss_counts_is_put_back() -> None:
+    annealed = Annealed()
+    for loss_fn in (_loss_of_a_global, annealed, annealed.__call__, functools.partial(annealed)):
+        capture(nn.Linear(4, 2), (torch.ones(2, 4), torch.ones(2, 2)), loss_fn=loss_fn)
+    assert (LOSSES, annealed.step) == (0, 0)
+
+
+def test_a_generator_that_a_forward_takes_from_is_refused() -> None:
+    scales = (float(number) for number in range(100))
+    with pytest.raises(ModelError, match=r"takes from the generator `.*<genexpr>`"):
+        capture(Scaled(lambda: next(scales), is_hook=False), torch.ones(2, 4))
+
+
+def test_a_generator_that_no_forward_takes_from_may_be_there() -> None:
+    model = Scaled(of_object(), is_hook=False)
+    model.rows = (number for number in range(3))  # type: ignore[assignment]
+    capture(model, torch.ones(2, 4))
+    assert next(model.rows) == 0  # type: ignore[call-overload]
