@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
@@ -9,13 +11,13 @@ from profiles.torch_compat import Tree, map_tensors
 from profiles.torch_compat.grouped import autocast_grouped_products
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """The context that runs matmuls in `dtype` on fp32 parameters, those of experts too; None: that
-    does nothing."""
-    is_on = dtype is not None
-    if is_on:
-        autocast_grouped_products()
-    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=is_on)
+    does nothing, and leaves the autocast of a user's own loop on."""
+    if dtype is None:
+        return nullcontext()
+    autocast_grouped_products()
+    return torch.autocast(device.type, dtype=dtype)
 
 
 def keep_dtype(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
