@@ -175,7 +175,20 @@ class InteropMixin(nn.Module):
                 prepare_backward(self.module, self.plan, last=True)
 
     def _mark_pending(self, _: Tensor) -> None:
-        """Note that a backward of a classic loop has left gradients."""
+        """Note that a backward of a classic loop has left gradients.
+
+        Raises:
+            ModelError: it builds a graph of its own, over parameters that ZeRO frees before that.
+        """
+        if torch.is_grad_enabled() and isinstance(self.module, FSDPModule):
+            raise ModelError(
+                "a gradient is to be differentiated again (`create_graph=True`): its graph holds"
+                " parameters that are freed after the first backward",
+                where=f"plan: {self.plan}",
+                hints=[
+                    "take that gradient inside the model's own forward, or replicate: dp_replicate"
+                ],
+            )
         self._is_pending = self._is_unchecked = True
         self._is_local = self._is_accumulating
 

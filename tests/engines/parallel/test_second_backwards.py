@@ -108,3 +108,19 @@ def test_a_second_backward_that_would_exchange_nothing_is_refused(pool: Pool) ->
     for error in pool.run(_refused, world_size=2):
         assert "a second backward" in error
         assert "one backward of their sum" in error
+
+
+def _refused_graph(plan: str) -> str:
+    try:
+        _errors(plan, True)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_shard=2", "dp_replicate=2 zero=1", "dp_replicate=2 zero=2"])
+def test_a_graph_over_freed_parameters_is_refused(pool: Pool, plan: str) -> None:
+    for error in pool.run(_refused_graph, plan, world_size=2):
+        assert "a gradient is to be differentiated again" in error
+        assert "dp_replicate" in error
