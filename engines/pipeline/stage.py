@@ -98,13 +98,12 @@ class Stage(nn.Module):
             return output
         weight = self._round.weights[number]
         silence(output, weight)
-        loss = loss_of(as_fp32(output, self._autocast_to), piece, self._loss_fn)
+        try:
+            loss = loss_of(as_fp32(output, self._autocast_to), piece, self._loss_fn)
+        except (AttributeError, LookupError, NameError, TypeError) as error:
+            raise _out_of_reach(f"; or its code fails: {type(error).__name__}: {error}") from error
         if is_fake(loss):
-            raise ModelError(
-                "the loss uses a tensor of another stage, which is not here: a hook inside a unit"
-                " saved it",
-                hints=["hook the unit itself, or let it return the tensor"],
-            )
+            raise _out_of_reach()
         if torch.is_grad_enabled():
             loss = with_gradient(loss)
         return weighted(loss, weight).reshape(1)
@@ -119,6 +118,14 @@ class Stage(nn.Module):
     if TYPE_CHECKING:
         _model: nn.Module
         _repeated: Sequence[nn.Module]
+
+
+def _out_of_reach(otherwise: str = "") -> ModelError:
+    return ModelError(
+        "the loss uses a tensor of another stage, which is not here: a hook inside a unit saved it"
+        f"{otherwise}",
+        hints=["hook the unit itself, or let it return the tensor"],
+    )
 
 
 def pipeline_stage(

@@ -14,7 +14,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, GeneratorType, MethodType, ModuleType
+from types import FunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ _MOST_ITEMS = 10_000
 """Of a container that may be a state; a larger one is data."""
 _FIXED = (type, FunctionType, ModuleType, classmethod, staticmethod, property)
 _REMEMBERS = type(functools.lru_cache(lambda: None))
-_CODE = (FunctionType, MethodType, functools.partial, _REMEMBERS, GeneratorType)
+_CODE = (FunctionType, MethodType, MethodWrapperType, functools.partial, _REMEMBERS, GeneratorType)
 Put = Callable[[Any], object]
 
 
@@ -85,10 +85,11 @@ class CodeStates:
                 vars(kind), functools.partial(setattr, kind), functools.partial(delattr, kind)
             )
         for module in modules:
-            for value in vars(module).values():
-                for item in value.values() if isinstance(value, dict) else (value,):  # hooks
+            hooks = [value for value in vars(module).values() if isinstance(value, dict)]
+            for names in (vars(module), *hooks):
+                for name, item in names.items():
                     if isinstance(item, _CODE):
-                        self._note(item)
+                        self._note(item, put=functools.partial(names.__setitem__, name))
         for function in functions:
             self._note_reached(function)
 
@@ -111,11 +112,11 @@ class CodeStates:
         for iterator in self._iterators.values():
             if iterator.is_elsewhere():
                 raise ModelError(
-                    f"the forward takes from the generator `{iterator.name}`: it runs on copies of"
-                    " the model before the training, and a generator cannot be put back",
+                    f"the forward takes from the iterator `{iterator.name}`: it runs on copies of"
+                    " the model before the training, and this one cannot be put back",
                     hints=[
                         "count in an attribute of the module, or take from an iterator of a list"
-                        " or of itertools; these are put back"
+                        " or of itertools that a name stands for; generators are running code"
                     ],
                 )
 
@@ -160,6 +161,9 @@ class CodeStates:
         if type(value) is FunctionType:
             self._known.add(id(value))
             self._note_function(value)
+        elif isinstance(value, MethodWrapperType):  # `count().__next__`
+            of_own = put and functools.partial(_put_bound, put, value.__name__)
+            self._note_reached(value.__self__, put=of_own)
         elif isinstance(value, MethodType):
             self._note(value.__func__)
             self._note_reached(value.__self__)
@@ -180,8 +184,11 @@ class CodeStates:
                     self._note(item, depth - 1, put=put)
 
     def _note_function(self, function: FunctionType) -> None:
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._note_reached(value)
+        for number, value in enumerate(function.__defaults__ or ()):
+            self._note_reached(value, put=functools.partial(_put_default, function, number))
+        named = function.__kwdefaults__ or {}
+        for name, value in named.items():
+            self._note_reached(value, put=functools.partial(named.__setitem__, name))
         self._note_container(vars(function))
         for cell in function.__closure__ or ():
             try:
@@ -286,6 +293,15 @@ def _leads_to_tensor(value: Any, depth: int = _DEPTH) -> bool:
         return any(_leads_to_tensor(item, depth - 1) for item in value)
     attributes = getattr(value, "__dict__", None)
     return _is_own(type(value).__module__) and _leads_to_tensor(attributes, depth)
+
+
+def _put_bound(put: Put, name: str, value: object) -> None:
+    put(getattr(value, name))
+
+
+def _put_default(function: FunctionType, number: int, value: object) -> None:
+    before = function.__defaults__ or ()
+    function.__defaults__ = (*before[:number], value, *before[number + 1 :])
 
 
 def _file_of(function: object) -> str:

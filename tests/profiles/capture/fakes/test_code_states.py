@@ -196,16 +196,21 @@ def of_draws() -> Callable[[], float]:
 
 def of_iterators() -> Callable[[], float]:
     counts, cycled = {"all": itertools.count()}, itertools.cycle([1.0, 2.0, 4.0])
+    number = itertools.count(7).__next__
 
     def tick(every: Iterator[float] = map(float, itertools.count(5))) -> float:  # noqa: B008
-        return next(counts["all"]) + next(cycled)
+        return next(counts["all"]) + next(cycled) + next(every) + number()
 
     return tick
 
 
+def of_bound_iterator() -> Callable[[], float]:
+    return itertools.count(3).__next__
+
+
 TICKS = [of_global, of_object, of_method, of_partial, of_draws]
 if sys.version_info < (3, 14):
-    TICKS.append(of_iterators)
+    TICKS += [of_iterators, of_bound_iterator]
 
 
 class Scaled(nn.Module):
@@ -270,7 +275,7 @@ def test_what_a_loss_counts_is_put_back() -> None:
 
 def test_a_generator_that_a_forward_takes_from_is_refused() -> None:
     scales = (float(number) for number in range(100))
-    with pytest.raises(ModelError, match=r"takes from the generator `.*<genexpr>`"):
+    with pytest.raises(ModelError, match=r"takes from the iterator `.*<genexpr>`"):
         capture(Scaled(lambda: next(scales), is_hook=False), torch.ones(2, 4))
 
 
