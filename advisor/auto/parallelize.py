@@ -42,7 +42,7 @@ from advisor.learning.anchor import Anchor
 from advisor.learning.run_log import keep_at_end
 from advisor.learning.shortages import below, failed_here
 from advisor.whatif.suggestions import with_suggestions
-from engines.apply import Proofs, apply_plan
+from engines.apply import Proofs, apply_plan, require_plain
 from engines.context.proof import SequenceProof, prove
 from engines.data.loss_rule import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY
@@ -272,6 +272,7 @@ def auto_parallelize(
     require_callables(model, loss_fn)
     known_machines, optimizer = cluster_of(cluster), optimizer_of(optimizer)
     model = module_of(model)
+    require_plain(model)
     is_deferred = any(parameter.is_meta for parameter in model.parameters())
     software = stack_of(stack)
     require_of_engines(software)

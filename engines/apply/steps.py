@@ -23,6 +23,7 @@ from torch import nn
 from engines.apply.assemble import assemble
 from engines.apply.blocks import chunk, compile_, narrow, recompute
 from engines.apply.build import Build, Training
+from engines.apply.plain import note_spread
 from engines.apply.prepare import prepare
 from engines.apply.proofs import Proofs
 from engines.apply.shard import shard
@@ -145,4 +146,6 @@ def apply_plan(
     recompute(build)
     compile_(build)
     shard(build)
-    return assemble(build)
+    parallel = assemble(build)
+    note_spread(model, plan)
+    return parallel

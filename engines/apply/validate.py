@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-
 from engines.apply.build import Build
+from engines.apply.plain import require_plain
 from engines.apply.topics import topics_of
 from engines.blocks.compile import require_compilable
 from engines.blocks.eight_bits import require_eight_bits
@@ -17,13 +13,12 @@ from engines.data.noise_scale import require_measurable
 from engines.legality import require_legal
 from engines.offload.pool import steps_offloaded
 from engines.optional.data_parallel import require_devices
-from engines.parallel import ParallelModel
 from engines.plan import DataParallel, Plan
 from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import require_same_plan
 from engines.state.optimizer_footprint import sparse_alone, whole_because, why_not_chunked
-from profiles.errors import ModelError, PlanError, a_type
+from profiles.errors import PlanError
 
 
 def validate(build: Build) -> None:
@@ -47,7 +42,7 @@ def _require_possible(build: Build) -> None:
         require_measurable(plan)
     if training.on_nonfinite is OnNonfinite.SKIP:
         _require_common_steps(plan)
-    _require_plain(build.model)
+    require_plain(build.model)
     sparse = build.profile.sparse_gradients
     require_dense(build.model, plan, sparse, sparse_alone=sparse_alone(training.optimizer))
     require_compilable(build.model, plan, profile=build.profile, device=world.device)
@@ -69,13 +64,4 @@ def _require_common_steps(plan: Plan) -> None:
             '`on_nonfinite="skip"` leaves a step out on all ranks; these step at different times',
             where=f"plan: {plan}",
             hints=['`on_nonfinite="stop"`, or a plan whose ranks exchange gradients in every step'],
-        )
-
-
-def _require_plain(model: nn.Module) -> None:
-    wrapped = (ParallelModel, FSDPModule, DistributedDataParallel)
-    if isinstance(model, wrapped) or any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ModelError(
-            f"the model is parallel already ({a_type(model)})",
-            hints=["build it anew, and apply the plan to the plain module"],
         )

@@ -1,0 +1,48 @@
+"""Models that are under a plan: their modules are split, wrapped or hooked, and take no other."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from engines.parallel import ParallelModel
+from engines.plan import Plan
+from profiles.errors import ModelError, a_type
+
+_WRAPPED = (ParallelModel, FSDPModule, DistributedDataParallel)
+_spread: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def note_spread(model: nn.Module, plan: Plan) -> None:
+    """Note the modules of a model to which `plan` was applied."""
+    if plan.world_size > 1:
+        _spread.update(model.modules())
+
+
+def require_plain(model: nn.Module) -> None:
+    """Require a model of which no part is under a plan.
+
+    Raises:
+        ModelError: one is, and which.
+    """
+    parts = model.named_modules()
+    name = next((n for n, part in parts if isinstance(part, _WRAPPED) or part in _spread), None)
+    if name is None and not any(isinstance(p, DTensor) for p in model.parameters()):
+        return
+    if not name:
+        raise ModelError(
+            f"the model is parallel already ({a_type(model)})",
+            hints=["build it anew, and apply the plan to the plain module"],
+        )
+    raise ModelError(
+        f"`{name}` in the model is parallel already ({a_type(model.get_submodule(name))}): another"
+        " model under a plan has it too, and each would exchange its gradients",
+        hints=[
+            "apply one plan to a module that holds both models, and returns the loss of both",
+            "or build it anew, and apply the plan to the plain module",
+        ],
+    )
