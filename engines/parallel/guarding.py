@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -10,20 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from engines.data.ddp import require_all_reduced
 from engines.data.finite import FiniteGuard, nonfinite_element, nonfinite_output
 from engines.data.fsdp import drop_unused
 from engines.data.loss_mean import LossMean
 from engines.data.loss_scale import LossScaler
-from engines.data.replica_checksums import ReplicaChecksums
+from engines.data.replica_checksums import DEFAULT_EVERY, ReplicaChecksums
+from engines.data.whole_gradients import require_alike
 from engines.plan import Plan
+from engines.runtime.mesh import Mesh
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.world import World, rank_error_context
+from engines.state.layout import LayerSplit
 from engines.state.learning_parameters import LearningParameters
 from engines.state.optimizer_settings import EqualSettings
 from profiles.capture.batch.call import Batch
 from profiles.model.profile import ModelProfile
+
+FIRST_STEPS = 3
+"""Of a loop of the user's own, in which it shows whether it treats ranks alike."""
 
 
 class GuardingMixin:
@@ -37,10 +45,13 @@ class GuardingMixin:
     loss_scaler: LossScaler
     plan: Plan
     module: nn.Module
+    optimizer: torch.optim.Optimizer
     step: int
     _checksums: ReplicaChecksums
     _finite: FiniteGuard
     _loss_mean: LossMean
+    _mesh: Mesh
+    _is_pending: bool
     _is_unchecked: bool
     _learning: LearningParameters
     _named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
@@ -48,6 +59,7 @@ class GuardingMixin:
     _rng: SharedRng
     _runner: Callable[..., Any]
     _settings: EqualSettings
+    _split: LayerSplit | None
     _world: World
 
     @property
@@ -64,6 +76,13 @@ class GuardingMixin:
         """
         scale = self.loss_scaler.begin()
         return loss * scale if self.loss_scaler.is_on else loss
+
+    def _watch_updates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Finish and check gradients before this optimizer steps, or another one on the same
+        parameters."""
+        optimizer.register_step_pre_hook(self._before_update)
+        others = partial(_before_other_update, weakref.ref(self))
+        weakref.finalize(self, register_optimizer_step_pre_hook(others).remove)
 
     def _before_update(self, *_: object) -> None:
         self._finish_pending()
@@ -88,6 +107,16 @@ class GuardingMixin:
             mean = self._loss_mean.of(self._finite.marked(unknown))
             self._finite.passes(mean, unknown, step=self.step + 1)
         self._compare_ranks_when_due()
+        self._require_alike_over_tp()
+
+    def _require_alike_over_tp(self) -> None:
+        """Compare gradients that a loop may have scaled: in the first steps, and now and then."""
+        split = self._split
+        is_due = self.step < FIRST_STEPS or self.step % DEFAULT_EVERY == 0
+        if split is None or self._mesh.tp.size == 1 or self._world.is_fake or not is_due:
+            return
+        whole = [p for n, p in self._named() if n not in split.slices]
+        require_alike(whole, self._mesh.tp, step=self.step + 1)
 
     def _compare_ranks_when_due(self) -> None:
         """Compare parameters of replicas, and settings of all ranks' optimizers."""
@@ -126,3 +155,15 @@ class GuardingMixin:
 
     def _loss(self, piece: Batch, weigh: Callable[[], Tensor]) -> Tensor:
         raise NotImplementedError
+
+
+def _before_other_update(
+    reference: weakref.ref[GuardingMixin], optimizer: torch.optim.Optimizer, *_: object
+) -> None:
+    """Before a step of any optimizer: that of a model whose gradients wait to be summed."""
+    model = reference()
+    if model is None or not model._is_pending or optimizer is model.optimizer:
+        return
+    own = {id(parameter) for _, parameter in model._named()}
+    if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        model._before_update()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,8 +17,10 @@ from engines.optional.async_updates.exchange import UpdateExchange
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World, rank_error_context, sum_over_ranks
+from engines.state.layout import LayerSplit, Layout
 from profiles.errors import InputError, ModelError, PlanError
 from profiles.model.profile import ModelProfile
+from profiles.torch_compat import version_of
 
 Module = TypeVar("Module", bound=nn.Module)
 Number = float | Tensor
@@ -36,8 +39,11 @@ class InteropMixin(nn.Module):
     _is_local: bool = False
     _is_pending: bool
     _is_unchecked: bool
+    _layout: Layout
     _mesh: Mesh
     _profile: ModelProfile
+    _split: LayerSplit | None
+    _versions: Mapping[str, int] = MappingProxyType({})
     _world: World
 
     def __getattr__(self, name: str) -> Any:
@@ -189,8 +195,28 @@ class InteropMixin(nn.Module):
                     "take that gradient inside the model's own forward, or replicate: dp_replicate"
                 ],
             )
+        self._require_summed()
         self._is_pending = self._is_unchecked = True
         self._is_local = self._is_accumulating
+
+    def _require_summed(self) -> None:
+        """Refuse parameters that were changed by hand since a backward whose gradients wait for
+        their sum over the tp axis."""
+        partial = self._split.partial if self._split is not None else ()
+        before = self._versions if self._is_pending else {}
+        names = filter(self._layout.holds, sorted(partial))
+        self._versions = {n: version_of(self.module.get_parameter(n)) for n in names}
+        for name, version in self._versions.items():
+            if before.get(name, version) != version:
+                raise InputError(
+                    f"`{name}` was changed by hand after a backward: its gradient was a part of a"
+                    " sum over the ranks of the tp axis",
+                    where=f"plan: {self.plan}",
+                    hints=[
+                        "step an optimizer; or read gradients after `parallel.full_gradients()` or"
+                        " `parallel.clip_grad_norm_(inf)`, which sum them up"
+                    ],
+                )
 
     def _finish_pending(self) -> None:
         """After a backward of a classic loop, before its gradients are used."""

@@ -205,7 +205,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         waits = is_wrapped and not profile.may_skip_parameters
         self._learning = LearningParameters(named, optimizer, plan, ddp_waits=waits)
         self._is_pending = self._is_unchecked = False
-        optimizer.register_step_pre_hook(self._before_update)
+        self._watch_updates(optimizer)
         if not self._job.is_fake and plan.updates_in_step:
             start_heartbeat()  # other plans go on without a lost rank
         self.step = 0

@@ -1,0 +1,53 @@
+"""Gradients of what every rank of the tp axis has whole: they are the same on all of them.
+
+Code of a user's own loop that scales them by a norm of this rank's parameters makes them differ:
+ranks have other parts of split layers. They would drift apart by a little in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engines.data.replicas import local_part
+from engines.runtime.mesh import Axis
+from profiles.errors import RankMismatchError
+
+TOLERANCE = 1e-4
+NARROW_TOLERANCE = 1e-2
+"""Of gradients in 16 bits. Kernels of accelerators may add in another order on every rank."""
+
+
+@torch.no_grad()
+def require_alike(whole: Iterable[nn.Parameter], axis: Axis, *, step: int) -> None:
+    """Require that gradients of these parameters have one norm on all ranks of the axis, which call
+    it together.
+
+    Args:
+        step: that is about to be taken, for the error.
+
+    Raises:
+        RankMismatchError: on all ranks of the axis.
+    """
+    gradients = [local_part(p.grad) for p in whole if p.grad is not None]
+    if not gradients:
+        return
+    norm = nn.utils.get_total_norm(gradients).float()
+    extremes = torch.stack([norm, -norm])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axis.group)
+    largest, least = extremes[0].item(), -extremes[1].item()
+    is_narrow = any(gradient.dtype.itemsize < 4 for gradient in gradients)
+    if largest - least > (NARROW_TOLERANCE if is_narrow else TOLERANCE) * largest:
+        raise RankMismatchError(
+            "gradients of what every rank of the tp axis has whole differ between its ranks:"
+            f" their norm is {least:.6g} to {largest:.6g}",
+            where=f"step {step}",
+            hints=[
+                "clip by `parallel.clip_grad_norm_(max_norm)`, or `max_grad_norm=`: a norm of"
+                " `parallel.parameters()` is that of this rank's parts",
+                "`parallel.full_gradients()` has whole ones, for a norm or a rate of your own",
+            ],
+        )
