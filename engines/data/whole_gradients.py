@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engines.data.replicas import local_part
+from engines.data.gradients import local_gradients
 from engines.runtime.mesh import Axis
 from profiles.errors import RankMismatchError
 
@@ -22,20 +22,22 @@ NARROW_TOLERANCE = 1e-2
 
 
 @torch.no_grad()
-def require_alike(whole: Iterable[nn.Parameter], axis: Axis, *, step: int) -> None:
+def require_alike(
+    whole: Iterable[tuple[str, nn.Parameter]], axis: Axis, *, device: torch.device, step: int
+) -> None:
     """Require that gradients of these parameters have one norm on all ranks of the axis, which call
     it together.
 
     Args:
+        whole: parameters by name.
+        device: of the ranks' messages; gradients may lie elsewhere.
         step: that is about to be taken, for the error.
 
     Raises:
         RankMismatchError: on all ranks of the axis.
     """
-    gradients = [local_part(p.grad) for p in whole if p.grad is not None]
-    if not gradients:
-        return
-    norm = nn.utils.get_total_norm(gradients).float()
+    gradients = list(local_gradients(whole).values())
+    norm = nn.utils.get_total_norm(gradients).to(device, torch.float32)
     extremes = torch.stack([norm, -norm])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=axis.group)
     largest, least = extremes[0].item(), -extremes[1].item()

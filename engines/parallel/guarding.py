@@ -115,8 +115,9 @@ class GuardingMixin:
         is_due = self.step < FIRST_STEPS or self.step % DEFAULT_EVERY == 0
         if split is None or self._mesh.tp.size == 1 or self._world.is_fake or not is_due:
             return
-        whole = [p for n, p in self._named() if n not in split.slices]
-        require_alike(whole, self._mesh.tp, step=self.step + 1)
+        whole = [(n, p) for n, p in self._named() if n not in split.slices]
+        device = self._world.device
+        require_alike(whole, self._mesh.tp, device=device, step=self.step + 1)
 
     def _compare_ranks_when_due(self) -> None:
         """Compare parameters of replicas, and settings of all ranks' optimizers."""
