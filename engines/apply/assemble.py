@@ -15,6 +15,7 @@ from engines.offload.states import OffloadedStates
 from engines.optional.async_updates.build import build_exchange, served_parameters
 from engines.parallel import ParallelModel
 from engines.runtime.failures import all_ranks_succeed
+from engines.runtime.module_generators import share_generators
 from engines.runtime.rank_agreement import require_agreement
 from engines.state.optimizer import build_optimizer
 from engines.state.optimizer_settings import optimizer_topics
@@ -74,6 +75,8 @@ def assemble(build: Build) -> ParallelModel:
         experts=build.experts,
         offload_pool=build.pool,
     )
+    if not world.is_fake:
+        share_generators(model, build.mesh.tp, world.device)
     parallel.plan = build.requested
     if scaler.is_on:
         parallel.register(**{LOSS_SCALE: scaler})

@@ -60,7 +60,11 @@ def unchanged_code(runs: Iterable[object]) -> Iterator[None]:
 
 
 class CodeStates:
-    """State of the code of these modules, of those in them, and of these functions, by now."""
+    """State of the code of these modules, of those in them, and of these functions, by now.
+
+    Attributes:
+        states: of objects and random generators.
+    """
 
     def __init__(self, runs: Iterable[object]) -> None:
         runs = list(runs)
@@ -73,7 +77,7 @@ class CodeStates:
         self._undo: list[Callable[[], object]] = []
         self._known: set[int] = set()
         self._objects: set[int] = set()
-        self._states: list[ObjectState] = []
+        self.states: list[ObjectState] = []
         self._iterators: dict[int, _Iterator] = {}
         code = [*functions, *(value for kind in own for value in vars(kind).values())]
         # Of a script that `mp.spawn` ran they are not those of its module.
@@ -99,7 +103,7 @@ class CodeStates:
             undo()
         for iterator in self._iterators.values():  # some into parts of states
             iterator.restore()
-        for state in self._states:
+        for state in self.states:
             if not (state.has_items and _is_same(state.now().part, state.part)):
                 state.put(state.part)
 
@@ -138,7 +142,7 @@ class CodeStates:
                     put(name, before[name])
 
         self._undo.append(undo)
-        self._states += generator_states(before)
+        self.states += generator_states(before)
         for name, value in before.items():
             if type(value).__module__ in self._files and not isinstance(value, nn.Module):
                 self._note_object(value)
@@ -212,7 +216,7 @@ class CodeStates:
             return
         self._objects.add(id(value))
         for state in object_states([{"": value}]):
-            self._states.append(state)
+            self.states.append(state)
             if state.has_items and isinstance(state.part, dict):
                 for name, item in state.part.items():
                     put = functools.partial(state.part.__setitem__, name)

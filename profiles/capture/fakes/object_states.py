@@ -140,6 +140,16 @@ class ObjectState:
         return ObjectState(self._value, self._kind)
 
     @property
+    def kind(self) -> str:
+        """The class of the object."""
+        return type(self._value).__qualname__
+
+    @property
+    def is_generator(self) -> bool:
+        """True if it is that of a random generator."""
+        return self._kind in _GENERATORS
+
+    @property
     def has_items(self) -> bool:
         """True if it is attributes or items, and not a state of its own kind."""
         return self._kind in _OF_OWN
