@@ -12,7 +12,7 @@ sums over columns), and the kind of a chain is that of its characteristic operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from profiles.model.work import FusibleKind
@@ -264,3 +264,12 @@ def add_savings(total: Savings, more: Savings) -> None:
     """Put `more` into `total`."""
     for kind, saving in more.items():
         total[kind] = total.get(kind, Saving()).plus(saving)
+
+
+def layouts(where: Scope | LayerSegment, parts: Collection[LayerSegment] = ()) -> Savings:
+    """Bytes of maps turned in fp32, less those in `parts` of it."""
+    turned = [
+        getattr(where, name).turned_bytes - sum(getattr(part, name).turned_bytes for part in parts)
+        for name in ("forward", "backward")
+    ]
+    return {FusibleKind.LAYOUT: Saving(*turned)} if any(turned) else {}

@@ -10,7 +10,7 @@ from profiles.errors import ModelError
 from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost, Stretch
 from profiles.model.work import AttentionCall, AttentionKernel, Fusible, Product, ProductKind
-from profiles.trace.chains import add_savings
+from profiles.trace.chains import add_savings, layouts
 from profiles.trace.scopes import (
     Attended,
     Convolved,
@@ -47,6 +47,7 @@ class LayerSum:
     products: tuple[Noted, ...] = ()
     attention: tuple[Attended, ...] = ()
     fusible: Savings = dataclasses.field(default_factory=dict)
+    own_fusible: Savings = dataclasses.field(default_factory=dict)
 
     def add(
         self,
@@ -57,6 +58,8 @@ class LayerSum:
     ) -> None:
         """Its calls in one more scope; `saved` and `selective` are the bytes that segments keep."""
         add_savings(self.fusible, fusible)
+        add_savings(self.fusible, layouts(layer.after))
+        add_savings(self.own_fusible, layouts(layer.own))
         self.calls += layer.calls
         self.products += trained_products(layer.after.forward, layer.after.backward)
         self.attention += layer.after.attention.trained()
@@ -106,7 +109,9 @@ def layer_cost(one: LayerSum, two: LayerSum | None, line: Line, samples: int) ->
         reaches_output=layer.reaches_output,
         pieces=pieces,
         heads=heads,
-        own=stretch("own", LayerSegment(layer.own.scope)),  # the layer's own are told apart
+        own=stretch("own", LayerSegment(layer.own.scope)).model_copy(  # its own are told apart
+            update={"fusible": fusibles(one.own_fusible, two.own_fusible if two else None, line)}
+        ),
         after=stretch("after", layer.after).model_copy(
             update={
                 "products": products,

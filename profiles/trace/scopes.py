@@ -66,20 +66,34 @@ Noted = Grouped | Normed | Scored | Convolved
 
 @dataclass(slots=True)
 class Work:
-    """Work of a scope or segment: see `UnitCost`. `noted` is of what lies outside segments."""
+    """Work of a scope or segment: see `UnitCost`. `noted` is of what lies outside segments.
+
+    `turned_bytes`: of `moved_bytes`, those of maps that are turned around convolutions in fp32,
+    which only matrix units need.
+    """
 
     flop: int = 0
     moved_bytes: int = 0
     cycles: int = 0
     kernels: int = 0
+    turned_bytes: int = 0
     noted: list[Noted] = field(default_factory=list)
 
-    def add(self, *, flop: int, moved_bytes: int, cycles: int = 0, kernels: int = 1) -> None:
-        """One operation."""
+    def add(
+        self,
+        *,
+        flop: int,
+        moved_bytes: int,
+        cycles: int = 0,
+        kernels: int = 1,
+        turned_bytes: int = 0,
+    ) -> None:
+        """One operation; `turned_bytes` beside its own."""
         self.flop += flop
-        self.moved_bytes += moved_bytes
+        self.moved_bytes += moved_bytes + turned_bytes
         self.cycles += cycles
         self.kernels += kernels
+        self.turned_bytes += turned_bytes
 
 
 class Attended(NamedTuple):

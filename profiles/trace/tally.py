@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from profiles.model.profile import GLUE, LOSS, Affine, UnitCost
 from profiles.model.work import FusibleKind
-from profiles.trace.chains import add_savings, savings
+from profiles.trace.chains import add_savings, layouts, savings
 from profiles.trace.layer_tally import (
     LayerSum,
     attention_calls,
@@ -102,6 +102,8 @@ def tally(
         cost.attention += scope.attention.trained()
         saved = savings(scope.chains, is_loss=called.name == LOSS)
         add_savings(cost.fusible, saved.get(None, {}))
+        parts = [part for layer in scope.layers.values() for part in (layer.own, layer.after)]
+        add_savings(cost.fusible, layouts(scope, parts))
         for path, layer in scope.layers.items():
             total = cost.layers.setdefault(path, LayerSum(layer))
             total.add(

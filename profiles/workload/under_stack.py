@@ -48,12 +48,16 @@ def on_device(model: ModelProfile, *, is_processor: bool) -> ModelProfile:
 def in_plain_fp32(model: ModelProfile) -> ModelProfile:
     """`model` with maps left as they lie where it computes in fp32, whose kernels of convolutions
     take any layout; those of matrix units (16 bits, TF32) have them turned around."""
-    costs = (unit.costs.get(Numerics.AS_BUILT) for unit in model.units)
-    turned = (f for cost in costs if cost for f in cost.fusible if f.kind is FusibleKind.LAYOUT)
-    if model.dtype != "float32" or next(turned, None) is None:
+    costs = (unit.costs.get(Numerics.AS_BUILT, UnitCost()) for unit in model.units)
+    if model.dtype != "float32" or not any(map(_turns_maps, costs)):
         return model
     plain = Stack(name="plain", fused=(FusibleKind.LAYOUT,))
     return _with_costs(model, lambda cost: _unit_cost(cost, plain), (Numerics.AS_BUILT,))
+
+
+def _turns_maps(cost: UnitCost) -> bool:
+    inside = (f for layer in cost.layers for f in (*layer.own.fusible, *layer.after.fusible))
+    return any(f.kind is FusibleKind.LAYOUT for f in (*cost.fusible, *inside))
 
 
 def _with_costs(

@@ -234,13 +234,14 @@ class DeviceRates:
         """
         if not flop:
             return 0.0
+        if self.convolutions is not None and product.is_convolution:
+            return self.convolutions.product_s(product, flop, moved_bytes)
         if self.others is not None and not is_cast(product):
             return self.others.product_s(product, flop, moved_bytes)
         if product.kind is ProductKind.ELEMENTWISE:
             return self._norm_s(product, moved_bytes, forward=flop == product.forward_flop)
         if product.kind is ProductKind.CONVOLUTION and self.device.kind != "cpu":
-            rates = self.convolutions or self
-            return rates._convolution_s(product, flop, moved_bytes)
+            return self._convolution_s(product, flop, moved_bytes)
         is_wide = product.is_wide and self.operand_bytes < WIDE_BYTES
         peak = self.half if product.kind is ProductKind.SCORES else self.peak
         if is_wide:

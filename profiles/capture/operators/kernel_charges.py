@@ -36,7 +36,14 @@ def kernel_charge(
         name = POINTWISE
     dim = args[_DIM[name]] if name in _DIM else -1
     own = charge(name, [*map(operand, inputs)], [*map(operand, outputs)], dim=dim)
-    return own.plus(turned(_turned_bytes(operator, args, outputs)))
+    is_half = bool(outputs) and outputs[0].element_size() <= HALF_BYTES
+    return own.plus(turned(_turned_bytes(operator, args, outputs))) if is_half else own
+
+
+def turned_in_fp32(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
+    """Bytes that a convolution in fp32 moves besides where it runs in TF32, and no others."""
+    is_half = bool(outputs) and outputs[0].element_size() <= HALF_BYTES
+    return 0 if is_half else _turned_bytes(operator, args, outputs)
 
 
 def operand(tensor: Tensor) -> Operand:
@@ -69,7 +76,7 @@ def _turned_bytes(operator: Operator, args: Sequence[Any], outputs: Sequence[Ten
     stride = args[4] if is_backward else args[3]
     is_plain = set(weight.shape[2:]) == set(stride) == {1}
     lies_so = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-    if value.element_size() > HALF_BYTES or is_plain or lies_so:
+    if is_plain or lies_so:
         return 0
     gradients = 1 + bool(args[-1][0]) if is_backward else 1
     maps: int = value.nbytes + written.nbytes

@@ -174,8 +174,7 @@ def patches(images: Array, weight: Array, bias: Array) -> Array:
     shape = (images.shape[0], width, images.shape[2] // height, images.shape[3] // side)
     flop = 2 * math.prod(shape) * math.prod(weight.shape[1:])
     out = tape.empty(shape, images.dtype)
-    is_turned = not tape.on_processor and images.dtype.size_bytes == 2
-    turned = 2 * (images.size_bytes + out.size_bytes) * is_turned
+    turned = 2 * (images.size_bytes + out.size_bytes) * (not tape.on_processor)
     tape.launch([images, weight, bias], [out], flop=flop, is_kept=True, turned_bytes=turned)
     bias_shape, dtype = bias.shape, bias.dtype
 

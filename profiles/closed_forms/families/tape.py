@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from profiles.closed_forms.families.fusing import FUSIBLE
 from profiles.closed_forms.families.layouts import Shape, contiguous, fits
@@ -181,15 +182,11 @@ class Tape:
         shape: Shape,
         dtype: DType,
         strides: Shape | None = None,
-        *,
-        flop: int = 0,
-        gathers: bool = False,
-        kernel: str = "",
-        fusing: Fusing = FUSIBLE,
+        **options: Any,
     ) -> Array:
-        """One kernel with one output, outside the graph."""
+        """One kernel with one output, outside the graph; `options` as of `launch`."""
         out = self.empty(shape, dtype, strides)
-        self.launch(inputs, [out], flop=flop, gathers=gathers, kernel=kernel, fusing=fusing)
+        self.launch(inputs, [out], **options)
         return out
 
     def launch(
@@ -217,8 +214,10 @@ class Tape:
         written = [array.occupied_bytes for array in outputs]
         if gathers:
             read[0] = min(read[0], sum(written))
-        own = self._charge(kernel, inputs, outputs).plus(turned(turned_bytes))
-        moved = sum(read) + sum(written) + own.moved_bytes
+        laid = turned_bytes if outputs[0].dtype is DType.FLOAT32 else 0  # see `Work.turned_bytes`
+        own = self._charge(kernel, inputs, outputs).plus(turned(turned_bytes - laid))
+        count, extra, cycles = own
+        moved = sum(read) + sum(written) + extra
         chain = self._doing
         part = chain.part
         fusing = fusing._replace(is_fusible=fusing.is_fusible and not flop)
@@ -232,7 +231,7 @@ class Tape:
         self._is_chain_over = not fusing.is_fusible and not self._in_backward
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(flop=flop, moved_bytes=moved, cycles=own.cycles, kernels=own.kernels)
+            work.add(flop=flop, moved_bytes=moved, cycles=cycles, kernels=count, turned_bytes=laid)
         if self._in_backward:
             return
         for array in inputs:

@@ -1,4 +1,4 @@
-"""What a plan that ran out of memory says of the machine: figures by hand."""
+"""Plans that ran out of memory, and the machine that they say it was: figures by hand."""
 
 from __future__ import annotations
 

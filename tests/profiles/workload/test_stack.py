@@ -75,10 +75,10 @@ def test_in_plain_fp32_maps_stay_as_they_lie() -> None:
     assert in_plain_fp32(MODEL) is MODEL  # it has no maps
     plain = in_plain_fp32(model)
     for before, after in zip(model.units, plain.units, strict=True):
-        fp32, kept = before.costs[Numerics.AS_BUILT], after.costs[Numerics.AS_BUILT]
+        fp32, after_it = before.costs[Numerics.AS_BUILT], after.costs[Numerics.AS_BUILT]
         turned = [f for f in fp32.fusible if f.kind is FusibleKind.LAYOUT]
-        assert not [f for f in kept.fusible if f.kind is FusibleKind.LAYOUT]
-        spared = fp32.forward_moved_bytes.at(1) - kept.forward_moved_bytes.at(1)
+        assert not [f for f in after_it.fusible if f.kind is FusibleKind.LAYOUT]
+        spared = fp32.forward_moved_bytes.at(1) - after_it.forward_moved_bytes.at(1)
         assert spared == pytest.approx(sum(f.forward_moved_bytes for f in turned))
         for kind in set(before.costs) - {Numerics.AS_BUILT}:
             assert after.costs[kind] == before.costs[kind]

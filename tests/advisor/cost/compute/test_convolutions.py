@@ -64,11 +64,11 @@ def test_a_large_convolution_reaches_the_calibrated_share_of_the_peak() -> None:
 def test_convolutions_in_fp32_run_in_tf32_where_there_are_units_for_it() -> None:
     """1x1 on 256 channels: on an A100 at 156 TFLOP/s in place of 19.5, unless cuDNN is told not
     to."""
-    rounded, told = (
+    rounded, named = (
         seconds(convolution(1), "A100-SXM-80GB", dtype, PLAIN) for dtype in ("float32", "tfloat32")
     )
     plain = seconds(convolution(1), "A100-SXM-80GB", "float32", EXACT)
-    assert rounded == told
+    assert rounded == named
     assert plain[0] > 3 * rounded[0]
 
 

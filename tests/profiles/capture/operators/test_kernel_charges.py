@@ -14,6 +14,8 @@ from profiles.capture.operators.table import moved_bytes
 from profiles.model.affine import Affine
 from profiles.model.kernel_cycles import CAST, STRIDED
 from profiles.model.profile import Numerics, UnitCost
+from profiles.model.work import FusibleKind
+from profiles.workload.under_stack import in_plain_fp32
 
 ROWS, TOKENS, WIDTH = 2, 80, 32
 ELEMENTS = TOKENS * WIDTH
@@ -99,3 +101,53 @@ def test_cross_entropy_over_classes_before_positions_waits_for_each_class() -> N
 
     assert added(along, "forward_cycles") == Affine(fixed=309_000 * TOKENS)
     assert added(along, "backward_cycles") == Affine(fixed=144_000 * TOKENS)
+
+
+class Maps(nn.Module):
+    """Two convolutions of maps of 8 channels, the second between gradients."""
+
+    def __init__(self, kernel: int, *, groups: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, 1, bias=False)
+        self.second = nn.Conv2d(8, 8, kernel, padding=kernel // 2, groups=groups, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+MAP = 4 * 8 * 16 * 16  # bytes of one, which a convolution takes, and gives
+
+
+def turned(model: nn.Module, *, of_lasting: bool = False) -> tuple[float, float, float]:
+    """Of the second convolution, forward and backward, as maps turned around it in fp32; and bytes
+    of a forward less when they are left as they lie."""
+    images = torch.ones(ROWS, 8, 16, 16)
+    if of_lasting:
+        images = images.to(memory_format=torch.channels_last)
+    profile = capture(model, images, on_processor=False)
+    cost, plain = (
+        next(u for u in p.units if u.name == "second").cost(Numerics.AS_BUILT)
+        for p in (profile, in_plain_fp32(profile))
+    )
+    parts = [cost, *(part for layer in cost.layers for part in (layer.own, layer.after))]
+    layouts = [f for part in parts for f in part.fusible if f.kind is FusibleKind.LAYOUT]
+    assert not any(
+        f.kind is FusibleKind.LAYOUT for layer in plain.layers for f in layer.own.fusible
+    )
+    spared = cost.forward_moved_bytes.at(ROWS) - plain.forward_moved_bytes.at(ROWS)
+    forward = sum(f.forward_moved_bytes for f in layouts)
+    return forward, sum(f.backward_moved_bytes for f in layouts), spared / ROWS
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_maps_in_fp32_are_turned_around_convolutions_that_matrix_units_run(groups: int) -> None:
+    """Read and written once more, what it takes and what it gives; back, both for each gradient."""
+    there = 2 * (MAP + MAP)
+    assert turned(Maps(3, groups=groups)) == (there, 2 * there, there)
+
+
+def test_products_of_positions_and_maps_that_lie_so_are_not_turned() -> None:
+    assert turned(Maps(1)) == (0, 0, 0)
+    lasting = Maps(3).to(memory_format=torch.channels_last)
+    assert turned(lasting, of_lasting=True) == (0, 0, 0)
