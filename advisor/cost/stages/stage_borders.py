@@ -14,6 +14,7 @@ from advisor.cost.stages.complete import even_cuts, even_stages
 from advisor.cost.stages.orders import ONE_STAGE, rank_of
 from engines.plan import Plan, Recompute, Schedule
 from engines.tensor.styles import cutting
+from engines.tensor.tie_rules import owner
 from engines.tensor.token_rules import hidden_value
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile
@@ -62,7 +63,9 @@ class StageBorders:
         self._terms: dict[int, tuple[Terms, ...]] = {}
         flow = model.flow
         # Units that are called again, or that call others.
-        self._callers = {*flow.called_again(), *(caller for _, caller in flow.inside)}
+        trained = {unit.name for unit in model.units if unit.trainable_parameters}
+        self._callers = {caller for _, caller in flow.inside}
+        self._callers |= trained.intersection(flow.called_again())
         self._edges_to: defaultdict[int, list[Edge]] = defaultdict(list)
         for edge in flow.edges:
             self._edges_to[edge.target].append(edge)
@@ -297,6 +300,12 @@ class StageBorders:
         units = self._model.units[first:last]
         return plan.recompute is not Recompute.NONE and any(unit.is_block for unit in units)
 
+    @cached_property
+    def _tied_units(self) -> list[list[str]]:
+        """Of each tied parameter, the units that hold it under one of its names."""
+        units = [unit.name for unit in self._model.units]
+        return [[owner(name, units) for name in names] for names in self._model.tied]
+
     def _splits(self, first: int, last: int) -> bool:
         if (first, last) not in self._can_be_split:
             self._can_be_split[first, last] = self._can_split(first, last)
@@ -308,8 +317,8 @@ class StageBorders:
         start = flow.first_call(units[first].name)
         if start is None:
             return True  # dataflow between the units is unknown
-        if any(unit.is_shared for unit in names.values()):
-            return False
+        if any(sum(holder in names for holder in holders) > 1 for holders in self._tied_units):
+            return False  # one weight twice in a stage
         if self._callers & set(names):
             return False
         own = sorted(n for name in names for n in self._calls_of[name] if n >= start)
