@@ -14,7 +14,6 @@ from advisor.cost.stages.complete import even_cuts, even_stages
 from advisor.cost.stages.orders import ONE_STAGE, rank_of
 from engines.plan import Plan, Recompute, Schedule
 from engines.tensor.styles import cutting
-from engines.tensor.tie_rules import owner
 from engines.tensor.token_rules import hidden_value
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile
@@ -300,12 +299,6 @@ class StageBorders:
         units = self._model.units[first:last]
         return plan.recompute is not Recompute.NONE and any(unit.is_block for unit in units)
 
-    @cached_property
-    def _tied_units(self) -> list[list[str]]:
-        """Of each tied parameter, the units that hold it under one of its names."""
-        units = [unit.name for unit in self._model.units]
-        return [[owner(name, units) for name in names] for names in self._model.tied]
-
     def _splits(self, first: int, last: int) -> bool:
         if (first, last) not in self._can_be_split:
             self._can_be_split[first, last] = self._can_split(first, last)
@@ -317,8 +310,9 @@ class StageBorders:
         start = flow.first_call(units[first].name)
         if start is None:
             return True  # dataflow between the units is unknown
-        if any(sum(holder in names for holder in holders) > 1 for holders in self._tied_units):
-            return False  # one weight twice in a stage
+        for tied in self._model.tied:
+            if sum(first <= self._home(name) < last for name in tied) > 1:
+                return False  # one weight twice in a stage
         if self._callers & set(names):
             return False
         own = sorted(n for name in names for n in self._calls_of[name] if n >= start)
