@@ -139,7 +139,7 @@ def _growth(report: GrowthReport) -> Answer | None:
         slope = exponent(points, "cpu_s")
         grows = f" (power {slope:.2f})" if slope is not None else ""
         shown.append(
-            f"{points[0].cpu_s:.2g} to {points[-1].cpu_s:.2g} s for {curve.against}"
+            f"{_figure(points[0].cpu_s)} to {_figure(points[-1].cpu_s)} s for {curve.against}"
             f" {points[0].at:,.0f} to {points[-1].at:,.0f}{grows}"
         )
     whole = [p for process in PROCESSES if process.name != HELP for p in report.of(process.name)]
@@ -152,6 +152,10 @@ def _growth(report: GrowthReport) -> Answer | None:
         return None
     lines = [line.removeprefix("missed: ") for line in missed(report)]
     return Answer(f"a decision takes {'; '.join(shown)}", f"marks missed: {listed(lines)}")
+
+
+def _figure(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.2g}"
 
 
 CLAIMS = (
