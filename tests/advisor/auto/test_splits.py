@@ -1,7 +1,7 @@
 """The committed report of `tests.validation.splits`: ResNet-50 on two CPU ranks.
 
 Two cores are not two devices: while one idles the other is faster, so that a pipeline gains less
-than on two GPUs, whose ratios are in `test_sweep`.
+than on two GPUs, whose ratios are in `test_tutorial_sweep`.
 """
 
 from __future__ import annotations
