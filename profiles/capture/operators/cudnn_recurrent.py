@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from profiles.capture.operators.recurrent_layers import run_layers, weights_a_run
 from profiles.torch_compat import is_fake
 from profiles.trace.scopes import Scope
 
@@ -72,12 +73,12 @@ def _is_followed(args: tuple[Any, ...]) -> bool:
         return False
     value, states, weights, has_biases, *_ = args
     alike = isinstance(states, Tensor) or states[0].shape == states[1].shape
-    return alike and is_fake(value) and value.dim() == 3 and not len(weights) % _a_run(has_biases)
-
-
-def _a_run(has_biases: bool) -> int:
-    """Weights of a layer in one direction."""
-    return 4 if has_biases else 2
+    return (
+        alike
+        and is_fake(value)
+        and value.dim() == 3
+        and not len(weights) % weights_a_run(has_biases)
+    )
 
 
 def _layers(
@@ -86,34 +87,21 @@ def _layers(
     value: Tensor,
     states: Tensor | Sequence[Tensor],
     weights: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    is_training: bool,
-    is_bidirectional: bool,
-    batch_first: bool,
+    *more: Any,
 ) -> tuple[Tensor, ...]:
     of_layers = [states] if isinstance(states, Tensor) else list(states)
     if torch.is_autocast_enabled("cpu"):
         value, weights = value.bfloat16(), [weight.bfloat16() for weight in weights]
         of_layers = [state.bfloat16() for state in of_layers]
-    value = value.transpose(0, 1).contiguous() if batch_first else value
-    runs, last = 2 if is_bidirectional else 1, []
-    for layer in range(layers):
-        outputs = []
-        for run in range(layer * runs, (layer + 1) * runs):
-            first = run * _a_run(has_biases)
-            own = weights[first : first + _a_run(has_biases)]
-            output, *ends = _Run.apply(  # type: ignore[no-untyped-call]
-                cell, scope, len(of_layers), value, *(state[run] for state in of_layers), *own
-            )
-            outputs.append(output)
-            last.append(ends)
-        value = torch.cat(outputs, -1) if is_bidirectional else outputs[0]
-        if dropout and is_training and layer < layers - 1:
-            value = torch.dropout(value, dropout, True)
-    value = value.transpose(0, 1) if batch_first else value
-    return value, *(torch.stack(ends) for ends in zip(*last, strict=True))
+
+    def run_layer(
+        value: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        return _Run.apply(  # type: ignore[no-any-return, no-untyped-call]
+            cell, scope, len(states), value, *states, *weights
+        )
+
+    return run_layers(run_layer, value, of_layers, weights, *more)
 
 
 class _Run(torch.autograd.Function):

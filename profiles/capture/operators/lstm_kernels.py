@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from profiles.capture.operators.recurrent_layers import run_layers, weights_a_run
 from profiles.torch_compat import is_fake
 
 _LINE, _ALIASED, _PAGE = 64, 1024, 4096
@@ -57,7 +58,7 @@ class LstmKernels(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.lstm and not kwargs and _is_followed(args):
-            return _lstm(*args)
+            return run_layers(_run_layer, *args)
         return func(*args, **(kwargs or {}))
 
 
@@ -65,44 +66,20 @@ def _is_followed(args: tuple[Any, ...]) -> bool:
     if len(args) != 9 or isinstance(args[1], Tensor):  # the sizes of packed sequences
         return False
     value, states, weights, has_biases, *_ = args
-    per_run = 4 if has_biases else 2
     return (
         is_fake(value)
         and value.dim() == 3
         and value.dtype == torch.float32
         and len(states) == 2
         and states[0].shape == states[1].shape
-        and len(weights) % per_run == 0
+        and len(weights) % weights_a_run(has_biases) == 0
     )
 
 
-def _lstm(
-    value: Tensor,
-    states: tuple[Tensor, Tensor],
-    weights: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    is_training: bool,
-    is_bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    value = value.transpose(0, 1).contiguous() if batch_first else value
-    runs, per_run = 2 if is_bidirectional else 1, 4 if has_biases else 2
-    last_outputs, last_cells = [], []
-    for layer in range(layers):
-        outputs = []
-        for run in range(layer * runs, (layer + 1) * runs):
-            own = weights[run * per_run : (run + 1) * per_run]
-            output, hidden, cell = _Run.apply(value, states[0][run], states[1][run], *own)  # type: ignore[no-untyped-call]
-            outputs.append(output)
-            last_outputs.append(hidden)
-            last_cells.append(cell)
-        value = torch.cat(outputs, -1) if is_bidirectional else outputs[0]
-        if dropout and is_training and layer < layers - 1:
-            value = torch.dropout(value, dropout, True)
-    value = value.transpose(0, 1) if batch_first else value
-    return value, torch.stack(last_outputs), torch.stack(last_cells)
+def _run_layer(
+    value: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    return _Run.apply(value, *states, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Run(torch.autograd.Function):
