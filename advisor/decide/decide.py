@@ -15,7 +15,7 @@ from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Policy
 from advisor.search.cache import SearchCache
 from advisor.search.legal import Styles, expert_degrees
-from advisor.search.ranking import Candidate
+from advisor.search.ranking import Candidate, beats
 from engines.plan import PartialPlan, Plan
 
 _DEFAULT = Policy()
@@ -105,7 +105,12 @@ def _choice_of(deciding: Deciding) -> Choice:
     follows = deciding.follows_tree and bool(of_leaf) and deciding.overruled is None
     if follows and winner is not None and winner not in of_leaf and not winner.plan.updates_in_step:
         of_leaf.append(winner)
-    step_s = winner.estimate.step_s if winner is not None else 0.0
+    # Those that beat the plan they were offered for need not beat what replaced it.
+    offered = (
+        ()
+        if winner is None
+        else tuple(c for c in deciding.offered if beats(c, winner, deciding.policy))
+    )
     return Choice(
         winner=winner,
         fastest=deciding.fastest,
@@ -118,5 +123,5 @@ def _choice_of(deciding: Deciding) -> Choice:
         rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
         kinds=[plan for search in searches for plan, _ in search.kinds()],
         overruled=deciding.overruled,
-        offered=tuple(offer for offer in deciding.offered if offer.estimate.step_s < step_s),
+        offered=offered,
     )

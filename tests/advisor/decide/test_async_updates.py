@@ -9,6 +9,7 @@ from advisor.cost import estimate
 from advisor.decide.async_updates import risk, settings
 from advisor.decide.choose import choose, offer
 from advisor.decide.decision import Decision
+from advisor.decide.refinements import REFINEMENTS, Deciding
 from advisor.decide.tree import Family, belongs
 from advisor.inputs.facts import Facts
 from advisor.inputs.policy import Objective, Policy
@@ -162,6 +163,23 @@ def test_offers_survive_the_file_of_a_decision() -> None:
         decision.plan.model_copy(update={"updates": Updates.LOCAL}), decision.estimate
     )
     assert offer(local, decision.chosen).count("1.0 times as fast") == 1
+
+
+def test_a_plan_that_ties_with_the_winner_of_all_refinements_is_not_offered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fastest = []
+
+    def offers_the_fastest(deciding: Deciding) -> None:
+        assert deciding.fastest is not None
+        fastest.append(deciding.fastest)
+        deciding.offered.append(deciding.fastest)
+
+    monkeypatch.setattr("advisor.decide.decide.REFINEMENTS", (*REFINEMENTS, offers_the_fastest))
+    fast_links = facts(MIDDLE, gpus(2, 4), batch=64)
+    decision = choose(fast_links, policy=Policy(simplicity_margin=0.5))
+    assert fastest[-1].estimate.step_s < decision.estimate.step_s
+    assert not decision.offers
 
 
 def test_the_risk_of_a_plan_is_what_its_updates_change() -> None:
