@@ -179,10 +179,10 @@ def plan(
     """Decide how to spread MODEL over the cluster, and say why.
 
     MODEL is a bundled name (gpt-10m, gpt-125m, gpt-1.3b, gpt-7b, gpt-13b, gpt-70b, or a network on
-    images as resnet50-224px), pkg.module:factory, a Hugging Face config.json, or a profile written
-    by `advise profile`. Nothing is downloaded. Under torchrun `--cluster auto` is the job: its
-    devices and links are timed for 20 seconds, once (see `advise probe --bench`), and rank 0
-    answers.
+    images as resnet50-224px), pkg.module:factory or file.py:factory, a Hugging Face config.json, or
+    a profile written by `advise profile`. Nothing is downloaded. Under torchrun `--cluster auto` is
+    the job: its devices and links are timed for 20 seconds, once (see `advise probe --bench`), and
+    rank 0 answers.
     """
     from engines.plan import read_settings
 

@@ -1,11 +1,11 @@
 """MODEL, as people write it on the command line, to a module, a sample and a loss.
 
 MODEL is a bundled name (of a GPT, or of a network on images: see `advisor.inputs.networks`),
-`pkg.module:factory`, a Hugging Face config.json, or a saved profile. A factory runs as it is, with
-the rights and the devices it takes; bundled and Hugging Face models are built on the meta device
-(ResNets, which can be run, are not). A bundled model on accelerators, or a config of a kind that
-`profiles.closed_forms.families` knows, is counted in closed form, without an import of torch or
-transformers.
+`pkg.module:factory` or `file.py:factory`, a Hugging Face config.json, or a saved profile. A factory
+runs as it is, with the rights and the devices it takes; bundled and Hugging Face models are built
+on the meta device (ResNets, which can be run, are not). A bundled model on accelerators, or a
+config of a kind that `profiles.closed_forms.families` knows, is counted in closed form, without an
+import of torch or transformers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from profiles.capture.batch.call import Batch, LossFn
 
 CONFIG = "config.json"
-KINDS = "a bundled name, `pkg.module:factory`, a Hugging Face config.json, or a saved profile"
+KINDS = (
+    "a bundled name, `pkg.module:factory` or `file.py:factory`, a Hugging Face config.json, or a"
+    " saved profile"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,21 +322,16 @@ def _shape(name: str) -> GPTConfig:
     config, code = Path(name) / CONFIG, f"{name.removesuffix('.py')}.py"
     inside = [f"did you mean `{config}`?"] if config.is_file() else []
     if Path(code).is_file():
-        inside.append(f"name its function, as in `{user_code.module_of(code)}:build_model`")
+        inside.append(f"name its function, as in `{code}:build_model`")
     raise UnknownNameError("model", name, SHAPES, hints=[*inside, f"MODEL is {KINDS}"])
 
 
 def _factory_name(text: str) -> tuple[str, str]:
-    """Module and attribute of `pkg.module:factory`."""
+    """Module, or its file, and attribute of `pkg.module:factory`."""
     module_name, _, attribute = text.partition(":")
     if not module_name or not attribute:
         raise ModelError(
             f"`{text}` is not `pkg.module:factory`", hints=["for example `train:build_model`"]
-        )
-    if module_name.endswith(".py"):
-        raise ModelError(
-            f"`{module_name}` is a file, MODEL names a module",
-            hints=[f"did you mean `{user_code.module_of(module_name)}:{attribute}`?"],
         )
     return module_name, attribute
 

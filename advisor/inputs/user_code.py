@@ -12,6 +12,7 @@ import socket
 import sys
 import urllib.error
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 from profiles.capture.frames import shown_path, summary, user_line
@@ -26,12 +27,16 @@ _NETWORK_NAMES = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectErr
 
 
 def import_module(name: str) -> ModuleType:
-    """Import `name`, searching the current folder first, as `python -m` does.
+    """Import `name`, searching the current folder first, as `python -m` does; or a file, searching
+    its own folder first, as `python FILE` does.
 
     Raises:
-        ModelError: there is no such module (the near miss is named), or it fails while it imports.
+        ModelError: there is no such module or file (the near miss is named), it fails while it
+            imports, or another module has the file's name.
     """
     _search_current_folder()
+    if is_file(name):
+        return _import_file(name)
     with guarded(f"`{name}` does not import"):
         try:
             return importlib.import_module(name)
@@ -46,17 +51,49 @@ def import_module(name: str) -> ModuleType:
             ) from None
 
 
-def module_of(path: str) -> str:
-    """The module that a file is, seen from the current folder."""
-    return path.removesuffix(".py").replace("/", ".").strip(".")
+def is_file(name: str) -> bool:
+    """True if `name` is a file's, not a module's."""
+    return name.endswith(".py")
+
+
+def _import_file(name: str) -> ModuleType:
+    """Import a file as a module: the folder above its packages is searched first."""
+    path = _existing(name)
+    folder, parts = path.parent, [path.stem]
+    while (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    module = import_module(".".join(parts))
+    if not path.samefile(module.__file__ or "/"):
+        raise ModelError(
+            f"`{name}` does not import: another module is called `{module.__name__}`",
+            where=shown_path(module.__file__),
+            hints=["rename the file"],
+        )
+    return module
+
+
+def _existing(name: str) -> Path:
+    path = Path(name).resolve()
+    if path.is_file():
+        return path
+    near = near_misses(path.name, [file.name for file in path.parent.glob("*.py")])
+    hints = [f"did you mean `{Path(name).parent / item}`?" for item in near]
+    raise ModelError(f"there is no file `{name}`", hints=hints)
 
 
 def require_package(name: str) -> None:
-    """Check that the package or module that a dotted name begins with exists; nothing is imported.
+    """Check that a file exists, or the package or module that a dotted name begins with; nothing is
+    imported.
 
     Raises:
         ModelError: it does not; the near miss is named.
     """
+    if is_file(name):
+        _existing(name)
+        return
     _search_current_folder()
     root = name.partition(".")[0]
     if root not in sys.modules and importlib.util.find_spec(root) is None:

@@ -128,13 +128,13 @@ class TestModel:
     def test_is_a_file_of_which_no_function_is_named(self, name: str) -> None:
         result = advise(name, *EIGHT)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert "hint: name its function, as in `train:build_model`" in result.stderr
+        assert "hint: name its function, as in `train.py:build_model`" in result.stderr
 
     def test_is_not_a_module(self) -> None:
         refused("model_is_not_a_module", "train:settings", *EIGHT)
 
-    def test_is_named_by_its_file(self) -> None:
-        refused("model_is_a_file", "train.py:build_model", *EIGHT)
+    def test_is_in_a_file_that_is_not_there(self) -> None:
+        refused("model_is_in_no_file", "trian.py:build_model", *EIGHT)
 
     def test_raises_in_its_forward(self) -> None:
         refused("model_forward_raises", "train:forward_raises", *EIGHT)

@@ -249,6 +249,37 @@ class TestFactory:
         assert (captured.out, captured.err) == ("", "at import\nat call\n")
 
 
+class TestFactoryInAFile:
+    def test_its_folder_is_searched_first(self, write: Write) -> None:
+        write("scripts/width.py", "WIDTH = 12")
+        write(
+            "scripts/net.py",
+            "from torch import nn\nfrom width import WIDTH\nnet = nn.Embedding(7, WIDTH)",
+        )
+        assert load("scripts/net.py:net", seq=4).module.embedding_dim == 12
+
+    def test_in_a_package_it_is_imported_as_a_part_of_it(self, write: Write) -> None:
+        write("src/pkg/__init__.py", "")
+        write("src/pkg/width.py", "WIDTH = 12")
+        write(
+            "src/pkg/net.py",
+            "from torch import nn\nfrom .width import WIDTH\nnet = nn.Embedding(7, WIDTH)",
+        )
+        assert load("src/pkg/net.py:net", seq=4).module.embedding_dim == 12
+
+    def test_that_is_missing_names_the_nearest_one(self, write: Write) -> None:
+        write("scripts/train.py", TOKEN_MODEL)
+        with pytest.raises(
+            ModelError, match=r"no file `scripts/trian\.py`\n\nhint: did you mean `scripts/train"
+        ):
+            require_model("scripts/trian.py:Tokens")
+
+    def test_whose_name_is_taken_is_refused(self, write: Write) -> None:
+        write("scripts/json.py", TOKEN_MODEL)
+        with pytest.raises(ModelError, match="another module is called `json`"):
+            load("scripts/json.py:Tokens")
+
+
 class TestFactoryMistakes:
     def test_a_missing_package_is_named_before_anything_is_imported(self, write: Write) -> None:
         write("training.py", "raise SystemExit('imported')")
