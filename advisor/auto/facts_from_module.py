@@ -17,10 +17,12 @@ from advisor.learning.run_log import pace_of, with_anchor, with_runs
 from engines.plan import PartialPlan, Precision
 from engines.state.optimizer import OptimizerFactory
 from engines.state.optimizer_footprint import optimizer_footprint
+from profiles.allocator.process_peak import release_freed_memory
 from profiles.capture.batch.call import Batch
 from profiles.capture.batch.dims import SaidDims
 from profiles.capture.capture import capture
 from profiles.errors import InputError, ModelError
+from profiles.machine import catalogue
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.host import resident_bytes
 from profiles.machine.probe import probe
@@ -28,14 +30,15 @@ from profiles.model.profile import ModelProfile, Numerics
 from profiles.model.source import CaptureSource
 from profiles.provenance import Source
 from profiles.timing.stopwatch import with_times
+from profiles.units import MIB
 from profiles.workload.stack import TORCH, Stack
 from profiles.workload.workload import Workload
 
 log = logging.getLogger(__name__)
 
-# Kernels, threads and their heaps are allocated at first use, after profiling: 5 to 50 MiB on top
-# of 370 to 420 MiB over runs of the demo.
-FIRST_USE_ERROR = 0.12
+# Kernels, threads and their heaps are allocated at first use, after profiling: 13 to 26 MiB on top
+# of 350 to 420 (`python -m tests.benchmarks.heap`).
+FIRST_USE_BYTES, FIRST_USE_ERROR = 18 * MIB, 0.08
 
 LossFn = Callable[..., Tensor]
 Optimizer = torch.optim.Optimizer | OptimizerFactory
@@ -173,7 +176,8 @@ def _given(**arguments: object) -> tuple[str, ...]:
 def _with_context(cluster: ClusterProfile, model: nn.Module) -> ClusterProfile:
     """Set the context to this process's memory besides the model, after all imports.
 
-    CPU ranks only: a GPU's context is not in main memory.
+    CPU ranks only: a GPU's context is not in main memory. Weights that were never written are in no
+    memory, so that what is left may be less than any process has.
     """
     context = cluster.device.context_bytes
     if cluster.device.kind != "cpu" or context.source is not Source.MEASURED:
@@ -181,9 +185,11 @@ def _with_context(cluster: ClusterProfile, model: nn.Module) -> ClusterProfile:
     model_bytes = sum(
         t.nbytes for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu"
     )
+    release_freed_memory()
+    least = min(context.value, catalogue.CPU_CONTEXT.low)
     now = context.model_copy(
         update={
-            "value": max(context.value, resident_bytes() - model_bytes),
+            "value": max(least, resident_bytes() - model_bytes) + FIRST_USE_BYTES,
             "relative_error": FIRST_USE_ERROR,
             "origin": "this process before its first step",
         }

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from advisor.cost import Estimate
+from advisor.cost import CostModel
+from advisor.cost.estimates.process_memory import ProcessMemory, process_memory
 from advisor.cost.memory.allocator import ALLOCATOR_SLACK
 from advisor.decide.allocator import advice
 from advisor.decide.decision import Decision
@@ -31,16 +32,17 @@ def memory_report(parallel: ParallelModel) -> str:
             "nothing was predicted of this training: its plan was given to `apply_plan`",
             hints=["`parallel.memory()` says what it held"],
         )
-    return "\n".join(_compared(peaks, decision.estimate, reserved_bytes(decision)))
+    predicted = process_memory(CostModel(decision.facts), decision.plan, decision.estimate)
+    return "\n".join(_compared(peaks, predicted, reserved_bytes(decision)))
 
 
-def _compared(peaks: PeakMemory, own: Estimate, reserved: float) -> Iterator[str]:
+def _compared(peaks: PeakMemory, own: ProcessMemory, reserved: float) -> Iterator[str]:
     most, slackest = peaks.ranks[peaks.fullest], peaks.ranks[peaks.slackest]
     yield str(peaks)
-    expected = f"{format_gib(own.peak_low_bytes)} to {format_gib(own.peak_high_bytes)}"
+    expected = f"{format_gib(own.low)} to {format_gib(own.high)}"
     yield f"predicted: {expected}, {format_gib(reserved)} reserved"
-    if most.peak_bytes > own.peak_high_bytes:
-        over = format_gib(most.peak_bytes - own.peak_high_bytes)
+    if most.peak_bytes > own.high:
+        over = format_gib(most.peak_bytes - own.high)
         yield f"rank {peaks.fullest} held {over} more than the upper end"
     if not slackest.allocated_bytes:
         return

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import copysign, exp, hypot, log
 
-from advisor.cost import Estimate, Time, estimate
+from advisor.cost import CostModel, Estimate, Time, estimate
 from advisor.cost.anchored import update_error
 from advisor.cost.communication.exchange import COMMUNICATION_ERROR
 from advisor.cost.compute.unit_times import COMPUTE_ERROR
+from advisor.cost.estimates.process_memory import ProcessMemory, process_memory
 from advisor.inputs.facts import Facts
 from advisor.learning.anchor import (
     LEFT,
@@ -155,13 +156,25 @@ class _Corrected:
         self, *, links: tuple[Iterable[Constant], float] = ((), 1.0), rows: int | None = None
     ) -> Estimate:
         """Estimate the plan, with other links, or at another microbatch."""
+        facts, plan = self._at(links=links, rows=rows)
+        return estimate(plan, facts)
+
+    def process_memory(self, *, rows: int | None = None) -> ProcessMemory:
+        """Predict the memory of the process, or at another microbatch."""
+        facts, plan = self._at(rows=rows)
+        costs = CostModel(facts)
+        return process_memory(costs, plan, costs.estimate(plan))
+
+    def _at(
+        self, *, links: tuple[Iterable[Constant], float] = ((), 1.0), rows: int | None = None
+    ) -> tuple[Facts, Plan]:
         tiers, factor = links
         constants = self.constants | {tier: factor * self._units[tier] for tier in tiers}
         cluster = with_constants(self.facts.cluster, constants, self.facts.precision.dtype)
         learned = (cluster.learned or Learned()).model_copy(update={"anchored": self.step})
         facts = on_cluster(self.facts, cluster.model_copy(update={"learned": learned}))
         plan = self.plan if rows is None else self.plan.model_copy(update={"microbatch_size": rows})
-        return estimate(plan, facts)
+        return facts, plan
 
 
 def busy_s(estimate: Estimate) -> float:
@@ -238,6 +251,9 @@ def _fill_memory(corrected: _Corrected, measured: StepMeasurement) -> float:
     learned = own.learned or Learned()
 
     def allocated(rows: int | None = None) -> float:
+        """As it is measured: without a counting allocator, what the process holds."""
+        if not measured.allocated_bytes:
+            return corrected.process_memory(rows=rows).nbytes
         predicted = corrected.estimate(rows=rows)
         return predicted.memory.total - predicted.memory.context
 
@@ -266,14 +282,14 @@ def _fill_memory(corrected: _Corrected, measured: StepMeasurement) -> float:
             corrected.set(activations=factor)
     if measured.step is None and corrected.plan.world_size > 1:
         return 0.0  # the buffers of its communication library are not there
-    now = corrected.estimate()
-    predicted = max(now.reserved_bytes, now.peak_bytes)
-    return measured.peak_bytes - predicted + learned.context_offset_bytes
+    missed_bytes = measured.peak_bytes - corrected.process_memory().nbytes
+    return missed_bytes + learned.context_offset_bytes
 
 
 def terms_of(plan: Plan, facts: Facts, measured: StepMeasurement) -> dict[Term, TermResidual]:
     """Compare each measured term with its prediction and range."""
-    before = estimate(plan, facts)
+    costs = CostModel(facts)
+    before = costs.estimate(plan)
     time: Time = before.time
     terms: dict[Term, TermResidual] = {}
 
@@ -312,10 +328,11 @@ def terms_of(plan: Plan, facts: Facts, measured: StepMeasurement) -> dict[Term, 
             error=measured.step.relative_error,
         )
     if measured.peak_bytes is not None:
+        memory = process_memory(costs, plan, before)
         terms[Term.PEAK] = TermResidual(
-            predicted=max(before.reserved_bytes, before.peak_bytes),
-            low=before.peak_low_bytes,
-            high=before.peak_high_bytes,
+            predicted=memory.nbytes,
+            low=memory.low,
+            high=memory.high,
             measured=measured.peak_bytes,
         )
     return terms

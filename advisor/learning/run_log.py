@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from advisor.cost import estimate
+from advisor.cost import CostModel, estimate
+from advisor.cost.estimates.process_memory import process_memory
 from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
 from advisor.learning.anchor import Anchor, anchored, fits, kind_of
@@ -151,10 +152,10 @@ def run_of(
     peak = None
     if peak_bytes is not None:
         context, learned = facts.cluster.device.context_bytes, facts.cluster.learned
-        width = predicted.peak_high_bytes - predicted.peak_low_bytes
+        memory = process_memory(CostModel(facts), plan, predicted)
+        width = memory.high - memory.low
         peak = PeakRecord(
-            # On accelerators the allocator's reserved bytes are measured.
-            predicted_bytes=max(predicted.reserved_bytes, predicted.peak_bytes),
+            predicted_bytes=memory.nbytes,
             measured_bytes=peak_bytes,
             doubt_bytes=max(0.0, width - (context.high - context.low)) / 2,
             offset_bytes=learned.context_offset_bytes if learned else 0.0,

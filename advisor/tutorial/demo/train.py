@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Subset
 
 from advisor.auto.local_ranks import ended_with
 from advisor.auto.parallelize import advise, auto_parallelize
-from advisor.cost.breakdown import Estimate
+from advisor.cost import CostModel
+from advisor.cost.estimates.process_memory import process_memory
 from advisor.decide.decision import Decision
 from advisor.inputs.bundled.gpt import GPT, loss
 from advisor.inputs.bundled.gpt_shapes import SHAPES
@@ -99,7 +100,7 @@ def _demo(plan: str | None, steps: int | None, exit_code: Path) -> None:
     ranks = _ranks(parallel)
     if screen:
         assert isinstance(parallel.decision, Decision)
-        click.echo(comparison(parallel.decision.estimate, run, CHECKPOINT, ranks=ranks))
+        click.echo(comparison(parallel.decision, run, CHECKPOINT, ranks=ranks))
 
 
 def _parallel_model(
@@ -207,13 +208,13 @@ def _ranks(parallel: ParallelModel) -> str:
         return ""
 
 
-def comparison(estimate: Estimate, run: DemoRun, checkpoint: Path, *, ranks: str = "") -> str:
+def comparison(decision: Decision, run: DemoRun, checkpoint: Path, *, ranks: str = "") -> str:
     """Compare predicted with measured values, and report the loss."""
-    steady = sorted(run.step_s[WARM_UP_STEPS:])
+    estimate, steady = decision.estimate, sorted(run.step_s[WARM_UP_STEPS:])
     median = statistics.median(steady)
     low, high = steady[len(steady) // 10], steady[-1 - len(steady) // 10]
     step = (estimate.step_s, estimate.step_low_s, estimate.step_high_s)
-    peak = (estimate.peak_bytes, estimate.peak_low_bytes, estimate.peak_high_bytes)
+    peak = process_memory(CostModel(decision.facts), decision.plan, estimate)
     recent = statistics.mean(run.losses[-AVERAGED_STEPS:])
     waited = ""
     if ranks:

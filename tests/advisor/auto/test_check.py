@@ -14,7 +14,8 @@ import advisor.auto.check
 from advisor import auto_parallelize
 from advisor.auto.check import Checked, CheckRequest, check
 from advisor.cli.main import cli
-from advisor.cost import estimate
+from advisor.cost import CostModel
+from advisor.cost.estimates.process_memory import process_memory
 from advisor.decide.decision import Decision
 from advisor.inputs.bundled.gpt import GPT, GPTConfig, loss
 from advisor.inputs.facts import Facts
@@ -159,14 +160,16 @@ def predicted_exactly(factor: float) -> Checked:
     """Return the check of a plan whose step took `factor` times the prediction."""
     known: Facts = facts(chain(), cpus(1), batch=2, precision="fp32")
     plan = Plan.parse("microbatch_size=2")
-    cost = estimate(plan, known)
+    costs = CostModel(known)
+    cost = costs.estimate(plan)
 
     def took(seconds: float) -> Timing:
         return Timing(median_s=seconds, low_s=seconds, high_s=seconds, repeats=10)
 
     step = took(factor * cost.step_s)
     update = took(factor * cost.time.optimizer_s)
-    return Checked(known, plan, StepMeasurement(step, step, update, cost.peak_bytes))
+    peak = process_memory(costs, plan, cost).nbytes
+    return Checked(known, plan, StepMeasurement(step, step, update, peak))
 
 
 @pytest.mark.usefixtures("_own_cache")
