@@ -72,6 +72,14 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def scheduled_s(*, root: Path = _ROOT) -> tuple[float, float]:
+    """Seconds that this process's threads had a core, and that they waited for one: those that
+    live, since each began. Zero where the kernel does not count (`/proc/PID/schedstat`)."""
+    counts = [(_read(file) or "").split() for file in (root / "proc/self/task").glob("*/schedstat")]
+    known = [each for each in counts if len(each) > 1]
+    return sum(int(each[0]) for each in known) / 1e9, sum(int(each[1]) for each in known) / 1e9
+
+
 def numa_nodes(*, root: Path = _ROOT) -> int:
     """Number of NUMA nodes that have cores; 0 where the kernel shows none."""
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from profiles import cache
+from profiles.machine.bench.disturbed import BEGINNING
 from profiles.machine.bench.job import Job, joined
 from profiles.machine.bench.measure import BUDGET_S, bench
 from profiles.machine.bench.nodes import of_all_nodes
@@ -155,5 +156,6 @@ def _with_speeds(cluster: ClusterProfile, timed: ClusterProfile) -> ClusterProfi
             "axes": timed.axes,
             "overlap": timed.overlap,
             "shared_cores": timed.shared_cores,
+            "notes": (*cluster.notes, *(n for n in timed.notes if n.startswith(BEGINNING))),
         }
     )

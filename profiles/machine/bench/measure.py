@@ -14,6 +14,7 @@ from profiles.machine.bench.collectives import (
 )
 from profiles.machine.bench.contention import contention
 from profiles.machine.bench.device import timed_device
+from profiles.machine.bench.disturbed import Disturbance
 from profiles.machine.bench.job import joined, require_group
 from profiles.machine.bench.links import network_link, node_link
 from profiles.machine.bench.nodes import of_all_nodes
@@ -63,8 +64,10 @@ def bench(
     with joined(patience_s=budget_s + PATIENCE_S) as job:
         cluster = of_all_nodes(job, cluster)
         nodes, per_node = cluster.num_nodes, cluster.devices_per_node
+        disturbance = Disturbance(ranks_per_node=per_node)
         tell("matrix products and memory")
         device = timed_device(job, cluster.device, budget_s=budget_s * DEVICE_SHARE)
+        note = disturbance.note(job)
         tell("ranks that compute alone")
         shared = shared_cores(job, ranks_per_node=per_node, budget_s=budget_s * CORES_SHARE)
         tell("computing and communication at once")
@@ -80,6 +83,7 @@ def bench(
         )
         update: dict[str, object] = {
             "device": device,
+            "notes": (*cluster.notes, *([note] if note else [])),
             "overlap": overlap,
             "shared_cores": shared,
             "axes": tuple(

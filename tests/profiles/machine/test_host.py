@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from profiles.machine.host import (
@@ -13,6 +16,7 @@ from profiles.machine.host import (
     network_cards,
     numa_nodes,
     resident_bytes,
+    scheduled_s,
 )
 from profiles.units import GIB
 
@@ -180,3 +184,33 @@ def test_a_container_s_veth_is_no_card(tmp_path: Path) -> None:
     )
     assert network_cards(root=root) == ()
     assert network_cards(root=tmp_path / "nothing") == ()
+
+
+def test_the_time_on_the_cores_is_that_of_all_threads(tmp_path: Path) -> None:
+    root = fake_root(
+        tmp_path,
+        {
+            "proc/self/task/7/schedstat": "1500000000 250000000 12\n",
+            "proc/self/task/8/schedstat": "500000000 250000000 3\n",
+        },
+    )
+    assert scheduled_s(root=root) == (2.0, 0.5)
+    assert scheduled_s(root=tmp_path / "elsewhere") == (0.0, 0.0)
+
+
+def test_a_thread_that_shares_its_core_waits_for_half_of_the_time() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # on the same core
+    try:
+        time.sleep(0.3)
+        running, waiting = scheduled_s()
+        end = time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            pass
+        ran, waited = scheduled_s()
+    finally:
+        other.kill()
+        other.wait()
+        os.sched_setaffinity(0, cores)
+    assert waited - waiting > 0.3 * (ran - running)
