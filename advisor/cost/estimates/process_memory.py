@@ -54,8 +54,8 @@ def heap_bytes(costs: CostContext, plan: Plan, estimate: Estimate) -> float:
     rank = estimate.stages[0].rank if estimate.stages else 0
     units = [unit for units in rank_step(costs, plan, rank).stages for unit in units]
     memory = estimate.memory
-    kept = _heap_share((*unit.saved, *unit.again) for unit in units for _ in range(unit.count))
-    moving = kept * (memory.activations + memory.transient + memory.gathered)
+    saved = _heap_share((*unit.saved, *unit.again) for unit in units for _ in range(unit.count))
+    moving = saved * (memory.activations + memory.transient + memory.gathered)
     if plan.is_replicated:
         return moving
     made = _heap_share(unit.gradients for unit in units for _ in range(unit.count))
