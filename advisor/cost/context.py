@@ -282,8 +282,7 @@ class CostContext:
                 )
             return with_recompute(passes, plan.recompute, self.stack)
 
-        # The host of an accelerator runs ahead of it, and of small units too.
-        has_hooks = device.kind == "cpu" and self.stack.states is None
+        has_hooks = self.stack.states is None
         times = timed(loads, is_sharded=has_hooks and plan.data_parallel.is_sharded)
         error = anchored.compute_error(cluster, dtype)
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units

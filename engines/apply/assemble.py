@@ -19,7 +19,7 @@ from engines.runtime.module_generators import share_generators
 from engines.runtime.rank_agreement import require_agreement
 from engines.state.optimizer import build_optimizer
 from engines.state.optimizer_settings import optimizer_topics
-from engines.state.sharded_step import require_steps_shards
+from engines.state.sharded_step import require_steps_shards, step_shards_in_lists
 
 
 def assemble(build: Build) -> ParallelModel:
@@ -34,6 +34,7 @@ def assemble(build: Build) -> ParallelModel:
             layout=build.layout,
             served=served,
         )
+        step_shards_in_lists(optimizer)
         require_steps_shards(optimizer, plan=plan)
     part = f"stage {build.mesh.pp.position}" if served is None else f"server {world.rank}"
     require_agreement(optimizer_topics(optimizer, part=part), world)

@@ -8,7 +8,9 @@ from math import hypot, log
 
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.compute.rates import (
+    LISTED_SHARD_OPERATION,
     PLAIN_OPERATION,
+    PYTHON_SHARE,
     SHARD_OPERATION,
     operation_s,
 )
@@ -289,7 +291,8 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
 
     It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones. A
     processor updates tensor by tensor, which takes the host longer than a small tensor's bytes; an
-    accelerator's lists of tensors do not. Adafactor goes tensor by tensor on both, and waits for
+    accelerator's lists of tensors do not, but for shards, which the host takes apart while the
+    device works. Adafactor goes tensor by tensor on both, and waits for
     two norms of each (torch/optim/_adafactor.py): 170 to 370 us a tensor in steps on an H200.
     """
     if plan.offload.states and device.kind != "cpu":
@@ -301,6 +304,9 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
         operation = SHARD_OPERATION if plan.data_parallel.is_sharded else PLAIN_OPERATION
         host_s = update.operations * operation * device.launch_s.value
         host_s += new_memory_s(device, update.new_bytes)
+    elif plan.data_parallel.is_sharded:
+        listed_s = LISTED_SHARD_OPERATION * PYTHON_SHARE * device.launch_s.value
+        moving = max(moving, update.operations * listed_s)
     return moving + update.flop / reached + host_s
 
 
