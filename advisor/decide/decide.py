@@ -121,7 +121,7 @@ def _choice_of(deciding: Deciding) -> Choice:
         total=sum(len(search.space) for search in searches),
         estimated=sum(len(search.weighed) for search in searches),
         rejected=dict(sorted(sum((s.left_out for s in searches), Counter()).items())),
-        kinds=[plan for search in searches for plan, _ in search.kinds()],
+        kinds=[plan for search in searches for plan, _ in search.kinds],
         overruled=deciding.overruled,
         offered=offered,
     )

@@ -87,8 +87,13 @@ def promising(whole: Search, winner: Candidate, costs: CostModel, policy: Policy
     per_rank = space.microbatch_size / space.cp
     saved = logits.fixed + logits.per_sample * per_rank
     saved = upper_end(saved, device, doubtful=saved) - upper_end(0.0, device)
-    may_fit = bounds.peak_high_bytes * (1 - ROUNDING) - saved <= whole.usable_bytes
-    return np.flatnonzero(is_fast & may_fit)
+
+    def promise() -> Rows:
+        may_fit = bounds.peak_high_bytes * (1 - ROUNDING) - saved <= whole.usable_bytes
+        return np.flatnonzero(is_fast & may_fit)
+
+    whole.refine(promise())
+    return promise()
 
 
 def is_better(chunked: Candidate, winner: Candidate | None, policy: Policy) -> bool:

@@ -201,7 +201,7 @@ def compare_kinds(deciding: Deciding) -> None:
             search.weigh_all()
             continue
         groups = [
-            (plan, search.with_other_degrees(rows, winner.plan)) for plan, rows in search.kinds()
+            (plan, search.with_other_degrees(rows, winner.plan)) for plan, rows in search.kinds
         ]
         groups.sort(
             key=lambda group: (group[0].pp * group[0].tp > 1, search.least_step_s(group[1]))
@@ -301,7 +301,7 @@ def choose_updates(deciding: Deciding) -> None:
 def fastest_replicas(deciding: Deciding) -> Candidate | None:
     """Return the fastest DDP plan of the last search."""
     search = deciding.searches[-1]
-    of_ddp = [rows for plan, rows in search.kinds() if belongs(plan, Family.DDP)]
+    of_ddp = [rows for plan, rows in search.kinds if belongs(plan, Family.DDP)]
     return search.fastest(np.concatenate(of_ddp)) if of_ddp else None
 
 

@@ -2,21 +2,23 @@
 
 Every formula leaves out terms of the estimate and adds none. Rows that share a microbatch (size,
 recompute, tp, numerics) share the cost model's sums over the model's units; the rest is arithmetic
-on columns.
+on columns. Of a mixture of experts most rows exceed memory with their parameters, gradients and
+states alone, which depend on the degrees: their bounds stay rough until they are asked for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from advisor.cost.memory.allocator import upper_end
 from advisor.inputs.policy import Policy
 from advisor.search.cache import SearchCache
-from advisor.search.columns import ROUNDING, Columns, Microbatches
+from advisor.search.columns import ROUNDING, Columns, Microbatches, some_of_each, unique
 from advisor.search.space import Floats, Space
-from advisor.search.staged import staged_peak_bytes, staged_time
+from advisor.search.staged import average_peak_bytes, staged_peak_bytes, staged_time
 from advisor.search.whole import moved_s, whole_time
 from advisor.search.whole_peak import whole_peak_bytes
 from engines.plan import Offload
@@ -30,7 +32,8 @@ class Bounds:
 
     Attributes:
         step_s, fitting_s: of the step; if the row fits.
-        peak_high_bytes: of the upper end of the peak.
+        peak_high_bytes: of the upper end of the peak; where it `is_rough`, one that exceeds memory
+            and can be raised (see `staged_peaks`).
         settling_s, besides_s: as `StagedTime`'s, with the host's overhead; zeros without stages.
     """
 
@@ -39,6 +42,7 @@ class Bounds:
     peak_high_bytes: Floats
     settling_s: Floats
     besides_s: Floats
+    is_rough: NDArray[np.bool_]
 
 
 def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
@@ -48,15 +52,21 @@ def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
     device, overhead_s = facts.cluster.device, facts.workload.host_overhead_s
     usable = policy.usable_bytes(device)
     microbatches = Microbatches(space, cache)
-    bounds = Bounds(*(np.zeros(count) for _ in fields(Bounds)))
+    step_s, fitting_s, peak_bytes, settling_s, besides_s = (np.zeros(count) for _ in range(5))
+    is_rough = np.zeros(count, dtype=bool)
+    bounds = Bounds(step_s, fitting_s, peak_bytes, settling_s, besides_s, is_rough)
     for is_whole in (True, False):
         rows = np.flatnonzero((space.pp == 1) == is_whole)
         if not len(rows):
             continue
-        columns = Columns(space.part(rows), microbatches, for_memory=True)
-        least = columns.of(lambda g: g.largest_unit_bytes)
-        peak = whole_peak_bytes(columns, usable) if is_whole else staged_peak_bytes(columns)
-        peak = np.maximum(peak, upper_end(least, device))
+        if is_whole:
+            columns = Columns(space.part(rows), microbatches, for_memory=True)
+            peak = np.maximum(whole_peak_bytes(columns, usable), _unit_bytes(columns))
+        else:
+            peak = _rough_peaks(space.part(rows), microbatches)
+            is_open = peak * (1 - ROUNDING) <= usable
+            is_rough[rows] = ~is_open
+            peak[is_open] = staged_peaks(space.part(rows[is_open]), microbatches)
         bounds.peak_high_bytes[rows] = peak
         rows = rows[peak * (1 - ROUNDING) <= usable]
         if not len(rows):
@@ -75,3 +85,26 @@ def bounds_of(space: Space, cache: SearchCache, policy: Policy) -> Bounds:
             bounds.step_s[rows] += moved_s(columns)
         bounds.fitting_s[rows] = bounds.step_s[rows]
     return bounds
+
+
+def _rough_peaks(space: Space, microbatches: Microbatches) -> Floats:
+    """Rough bounds of rows with stages, computed once for rows that are alike in what they need."""
+    axes = space.pp, space.tp, space.cp, space.dp_replicate, space.dp_shard, space.kind
+    _, degrees = unique(axes)
+    _, alike = unique((degrees, space.accumulation > 1, space.forwards > 1))
+    some = space.part(some_of_each(alike))
+    return average_peak_bytes(Columns(some, microbatches, for_memory=True))[alike]
+
+
+def staged_peaks(space: Space, microbatches: Microbatches) -> Floats:
+    """Bounds of the peak's upper end of rows with stages."""
+    if not len(space):
+        return np.zeros(0)
+    columns = Columns(space, microbatches, for_memory=True)
+    return np.maximum(staged_peak_bytes(columns), _unit_bytes(columns))
+
+
+def _unit_bytes(columns: Columns) -> Floats:
+    """Upper end of a peak while the largest unit runs its backward."""
+    least = columns.of(lambda g: g.largest_unit_bytes)
+    return upper_end(least, columns.costs.facts.cluster.device)

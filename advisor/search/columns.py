@@ -8,8 +8,10 @@ Amounts are those of the whole model on one rank of the tp axis. With pipeline s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from advisor.cost.communication.compression import Sent
 from advisor.cost.communication.exchange import replicas_s
@@ -118,7 +120,7 @@ class Columns:
             self.is_sharded & (space.kind != HYBRID) & (ranks > space.ep) & (space.ep > 1)
         )
         self.sharded = np.where(shards_experts, WITH_EXPERTS, self.is_sharded)
-        keys = np.stack([space.tp, space.cp, space.microbatch_size, space.recompute, self.sharded])
+        keys = space.tp, space.cp, space.microbatch_size, space.recompute, self.sharded
         different, self.group = unique(keys)
         take = microbatches.memory if for_memory else microbatches.exact
         self.groups = [take(*(int(n) for n in key)) for key in different.T]
@@ -145,7 +147,7 @@ class Columns:
         ids = tuple(id(key) for key in keys)
         if ids not in self._different:
             # The entry refers to the keys, so that no other array can get their ids.
-            self._different[ids] = (*unique(np.stack(keys)), keys)
+            self._different[ids] = (*unique(keys), keys)
         different, inverse, _ = self._different[ids]
         return np.array([amount(*(int(n) for n in key)) for key in different.T])[inverse]
 
@@ -333,14 +335,25 @@ class Columns:
 _TABLE = 1 << 24
 
 
-def unique(keys: Integers) -> tuple[Integers, Integers]:
-    """Distinct columns of `keys`, and the index of each column among them."""
-    code = np.zeros(keys.shape[1], dtype=np.int64)
-    for row in keys:
+def unique(keys: Sequence[NDArray[Any]]) -> tuple[Integers, Integers]:
+    """Distinct combinations of `keys`, one a column, and the index of each row's among them.
+
+    Rows of a space come in runs of equal degrees, and in these in runs of equal microbatches: only
+    the first row of a run is looked at.
+    """
+    begins = np.ones(len(keys[0]), dtype=bool)
+    begins[1:] = False
+    for key in keys:
+        begins[1:] |= key[1:] != key[:-1]
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=len(begins))
+    firsts = np.stack([key[starts] for key in keys]).astype(np.int64)
+    code = np.zeros(len(starts), dtype=np.int64)
+    for row in firsts:
         code = code * (int(row.max(initial=0)) + 1) + row
     if code.max(initial=0) >= _TABLE:
         _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-        return keys[:, first], inverse
+        return firsts[:, first], np.repeat(inverse, lengths)
     seen = np.zeros(int(code.max(initial=0)) + 1, dtype=bool)
     seen[code] = True
     distinct = np.flatnonzero(seen)
@@ -349,4 +362,11 @@ def unique(keys: Integers) -> tuple[Integers, Integers]:
     inverse = index[code]
     representative = np.zeros(len(distinct), dtype=np.int64)
     representative[inverse] = np.arange(len(code))
-    return keys[:, representative], inverse
+    return firsts[:, representative], np.repeat(inverse, lengths)
+
+
+def some_of_each(group: Integers) -> Integers:
+    """Some row of every group; groups are numbered from 0."""
+    some = np.zeros(int(group.max(initial=-1)) + 1, dtype=np.int64)
+    some[group] = np.arange(len(group))
+    return some

@@ -54,6 +54,8 @@ _NOT_SEARCHED = (
     *_AGGREGATION,
     *_UPDATES,
 )
+# The first columns of a space, equal for many rows: degrees, kind and recompute.
+_FIXED = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +222,12 @@ class _Builder:
         self._orders: dict[tuple[int, int], Integers] = {}
 
     def space(self) -> Space:
-        blocks = [np.empty((len(COLUMNS), 0), dtype=np.int64), *self._blocks()]
-        columns = dict(zip(COLUMNS, np.concatenate(blocks, axis=1), strict=True))
+        blocks = list(self._blocks())
+        settings = np.array([fixed for fixed, _ in blocks], dtype=np.int64).reshape(-1, _FIXED)
+        fixed = np.repeat(settings.T, [cuts.shape[1] for _, cuts in blocks], axis=1)
+        none = np.empty((len(COLUMNS) - _FIXED, 0), dtype=np.int64)
+        cuts = np.concatenate([none, *(cuts for _, cuts in blocks)], axis=1)
+        columns = dict(zip(COLUMNS, (*fixed, *cuts), strict=True))
         return Space(
             **columns,
             offload=self._offload,
@@ -231,8 +237,8 @@ class _Builder:
             common=self._common,
         )
 
-    def _blocks(self) -> Iterator[Integers]:
-        """Yield the columns of rows with the same degrees, kind and recompute."""
+    def _blocks(self) -> Iterator[tuple[tuple[int, ...], Integers]]:
+        """Yield equal degrees, kind and recompute, with the other columns of all rows of them."""
         batch = self._facts.workload.global_batch_size
         for pp, tp, cp, rest in self._model_degrees():
             for data in self._data_degrees(rest, cp):
@@ -243,9 +249,8 @@ class _Builder:
                     if not self._is_legal(pp, tp, cp, data, recompute):
                         continue
                     cuts = self._cuts_with_schedules(pp, local)
-                    numbers = (pp, tp, cp, data.replicate, data.shard, KINDS.index(data.kind))
-                    fixed = np.array([[*numbers, RECOMPUTES.index(recompute)]]).T
-                    yield np.concatenate([np.repeat(fixed, cuts.shape[1], axis=1), cuts])
+                    degrees = pp, tp, cp, data.replicate, data.shard
+                    yield (*degrees, KINDS.index(data.kind), RECOMPUTES.index(recompute)), cuts
 
     def _model_degrees(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (pp, tp, cp, data-parallel ranks), smaller degrees first."""
@@ -373,8 +378,9 @@ class _Builder:
         if (pp, local) not in self._orders:
             blocks = [np.empty((5, 0), dtype=np.int64)]
             for schedule in self._schedules():
-                is_legal = [self._is_schedule_legal(schedule, pp, int(n)) for n in cuts[1]]
-                legal = cuts[:, np.array(is_legal, dtype=bool)]
+                counts, which = np.unique(cuts[1], return_inverse=True)
+                is_legal = [self._is_schedule_legal(schedule, pp, int(n)) for n in counts]
+                legal = cuts[:, np.array(is_legal, dtype=bool)[which]]
                 for per_rank in self._per_rank(schedule, pp):
                     order = np.array([[SCHEDULES.index(schedule)], [per_rank]])
                     blocks.append(np.concatenate([legal, np.repeat(order, legal.shape[1], axis=1)]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from advisor.inputs.policy import Objective, Policy
-from advisor.search.bounds import Bounds, bounds_of
+from advisor.search.bounds import Bounds, bounds_of, staged_peaks
 from advisor.search.cache import SearchCache
-from advisor.search.columns import ROUNDING, unique
+from advisor.search.columns import ROUNDING, Microbatches, some_of_each, unique
 from advisor.search.ranking import (
     NOT_ESTIMATED,
     Candidate,
@@ -56,6 +57,7 @@ class Search:
         costs = cache.costs
         self.space = space
         self.bounds: Bounds = bounds_of(space, cache, policy)
+        self._cache = cache
         self._costs = costs
         self._policy = policy
         self._stages = stages
@@ -93,6 +95,30 @@ class Search:
         counts[NOT_ESTIMATED] = len(self._failed)
         return +counts
 
+    def refine(self, rows: Rows) -> None:
+        """Raise bounds of the peak that are rough."""
+        rough = rows[self.bounds.is_rough[rows]]
+        if not len(rough):
+            return
+        peak = staged_peaks(self.space.part(rough), Microbatches(self.space, self._cache))
+        self.bounds.peak_high_bytes[rough] = peak
+        self.bounds.is_rough[rough] = False
+        self._missing[rough] = peak * (1 - ROUNDING) - self.usable_bytes
+
+    def _refine_least(self, rows: Rows, most: int) -> None:
+        """Raise rough bounds until none is among the first `most` of the missing memory, or as
+        small as the next."""
+        shown = most
+        while most < len(rows):
+            limit = np.partition(self._missing[rows], most)[most]
+            if not self.bounds.is_rough[rows[self._missing[rows] <= limit]].any():
+                return
+            # Each time some more, so that few passes are enough.
+            shown = min(4 * shown, len(rows) - 1)
+            limit = np.partition(self._missing[rows], shown)[shown]
+            self.refine(rows[self._missing[rows] <= limit])
+        self.refine(rows)
+
     def weigh_all(self) -> None:
         """Estimate every row."""
         for index in range(len(self.space)):
@@ -109,25 +135,31 @@ class Search:
                 self._failed.remove(index)
         return self._weighed.get(index)
 
+    @cached_property
     def kinds(self) -> list[tuple[Plan, Rows]]:
         """Rows by axes and data-parallel kind, each group with one of its plans without stages."""
         space = self.space
-        different, group = unique(np.stack([space.pp > 1, space.tp > 1, space.cp > 1, space.kind]))
+        different, group = unique((space.pp > 1, space.tp > 1, space.cp > 1, space.kind))
         groups = (np.flatnonzero(group == number) for number in range(different.shape[1]))
         return [(space.plan(int(rows[0])), rows) for rows in groups]
+
+    @cached_property
+    def _alike(self) -> tuple[list[Plan], Rows]:
+        """A plan, without stages, of all rows that are alike in axes, data-parallel kind and reach
+        of shards, and the place of each row's among them."""
+        space = self.space
+        reach = space.dp_shard * space.cp * space.tp
+        keys = space.pp > 1, space.tp > 1, space.cp > 1, space.kind, reach
+        _, group = unique(keys)
+        return [space.plan(row) for row in some_of_each(group).tolist()], group
 
     def where(self, is_wanted: Callable[[Plan], bool]) -> NDArray[np.bool_]:
         """Mask of rows by a question about a plan's axes, data-parallel kind, and reach of shards.
 
         It is asked of one plan, without stages, for all rows that are alike in these.
         """
-        space = self.space
-        reach = space.dp_shard * space.cp * space.tp
-        keys = np.stack([space.pp > 1, space.tp > 1, space.cp > 1, space.kind, reach])
-        different, group = unique(keys)
-        some = np.zeros(different.shape[1], dtype=np.int64)
-        some[group] = self.rows
-        return np.array([is_wanted(space.plan(int(row))) for row in some], dtype=bool)[group]
+        plans, group = self._alike
+        return np.array([is_wanted(plan) for plan in plans], dtype=bool)[group]
 
     def with_other_degrees(self, rows: Rows, plan: Plan) -> Rows:
         """Select `rows` with other degrees or another kind than `plan`."""
@@ -157,6 +189,7 @@ class Search:
             if fitting is not None:
                 return fitting
             most = most or _MOST_MISSING
+            self._refine_least(rows, most)
             return self._least(rows, self._missing, _by_missing, fits=False, most=most)
         except _TooMany:
             return None
@@ -189,11 +222,13 @@ class Search:
     @property
     def least_missing_bytes(self) -> float:
         """Lower bound of the missing memory over all rows."""
+        self.refine(self.rows)
         return float(self._missing.min(initial=np.inf))
 
     def nearest(self, rows: Rows, *, below_bytes: float = np.inf) -> Candidate | None:
         """Row with the least missing memory, if none of `rows` fits; None if all miss by
         `below_bytes` or more."""
+        self.refine(rows)
         rows = rows[self._missing[rows] * (1 - ROUNDING) <= below_bytes]
         return self._least(rows, self._missing, _by_missing, fits=False, below=below_bytes)
 
@@ -266,6 +301,9 @@ class Search:
         Raises:
             _TooMany: another row than the first `most` may be better.
         """
+        if most is not None and most < len(rows):
+            # No more need to be sorted: often a dozen of a million.
+            rows = rows[bounds[rows] <= np.partition(bounds[rows], most)[most]]
         ordered = rows[np.argsort(bounds[rows], kind="stable")]
         shown, left = (ordered, ordered[:0]) if most is None else (ordered[:most], ordered[most:])
         best: Candidate | None = None

@@ -182,7 +182,7 @@ def one_f_one_b_s(
     of a / (m - 1 - a share), which is that of the first stage, times `longer`.
     """
     shares, which = np.unique(share, return_inverse=True)
-    keys, inverse = unique(np.stack([pp, microbatches, which]).astype(np.int64))
+    keys, inverse = unique((pp, microbatches, which))
     pp, microbatches, share = keys[0], keys[1], shares[keys[2]]
     total, first = np.zeros(len(pp)), np.zeros(len(pp))
     for behind in range(int(pp.max(initial=0))):
@@ -245,14 +245,7 @@ def staged_bytes(columns: Columns) -> StagedBytes:
     device = facts.cluster.device
     shares = _shares(columns)
     made = shares.gradients * _has_gradients(space)
-    # Which stage has what stays whole is open.
-    states = columns.states_bytes() * shares.optimizer * (not columns.costs.has_whole)
-    of_model = columns.of(lambda g: g.loads.parameter_bytes) * shares.of_parameters + states
-    # The second backward has the gradients of the first.
-    has_second = space.forwards > 1
-    of_model += columns.of(lambda g: g.loads.gradient_bytes) * shares.gradients * has_second
-    of_model += columns.of(lambda g: g.loads.root_parameter_bytes) * shares.root
-    of_model += 2 * columns.unsharded_bytes() * (stack.states is None)
+    states, of_model = _model_bytes(columns, shares)
     if stack.holds_outputs:
         buffers = np.minimum(READ_OUT_BUFFERS, space.microbatches)
         buffers = buffers * (space.schedule == _ONE_F_ONE_B)
@@ -288,6 +281,26 @@ def staged_bytes(columns: Columns) -> StagedBytes:
     # The units after all blocks are done when a block's backward begins.
     first, between, last = first + running, received + running, np.maximum(last, running)
     return StagedBytes(of_model, of_block, saved, blocks, besides, running, first, between, last)
+
+
+def _model_bytes(columns: Columns, shares: _Shares) -> tuple[Floats, Floats]:
+    """Bytes of optimizer states, and with them of all that does not grow with microbatches."""
+    # Which stage has what stays whole is open.
+    states = columns.states_bytes() * shares.optimizer * (not columns.costs.has_whole)
+    of_model = columns.of(lambda g: g.loads.parameter_bytes) * shares.of_parameters + states
+    # The second backward has the gradients of the first.
+    has_second = columns.space.forwards > 1
+    of_model += columns.of(lambda g: g.loads.gradient_bytes) * shares.gradients * has_second
+    of_model += columns.of(lambda g: g.loads.root_parameter_bytes) * shares.root
+    of_model += 2 * columns.unsharded_bytes() * (columns.costs.stack.states is None)
+    return states, of_model
+
+
+def average_peak_bytes(columns: Columns) -> Floats:
+    """Upper end of the average rank's parameters, gradients and states: a rough bound, equal for
+    all rows of the same degrees with one microbatch, with several and with several rounds."""
+    _, of_model = _model_bytes(columns, _shares(columns))
+    return upper_end(of_model / columns.space.pp, columns.costs.facts.cluster.device)
 
 
 def staged_peak_bytes(columns: Columns) -> Floats:
