@@ -24,6 +24,9 @@ Window = tuple[slice, slice]
 
 # Sums of seconds in another order differ in the last digits: such times count as equal.
 _ROUNDING = 1e-9
+# Times the mean stage, or the slowest segment if that takes longer: stages of most best cuts take
+# less, and those that take longer need not be looked at.
+_NEAR = 1.3
 MOST_AT_ONCE = 256
 """Segments: the deepest published decoders have 126 blocks (arXiv:2407.21783)."""
 _REACH = 64  # places to each side of a border
@@ -113,19 +116,44 @@ def cut(
             f"{stages} stages need as many units that can begin one, there are {segments}",
             hints=[f"take at most {segments} stages"],
         )
-    # Stage k begins at segment k or later, as stages before it have at least one segment each, and
-    # leaves one for each stage after it: a window of the matrix.
-    spare = segments - stages + 1
-    ends = [np.arange(k, k + spare) for k in range(stages + 1)]
-    windows = [(slice(k, k + spare), slice(k + 1, k + 1 + spare)) for k in range(stages)]
     filled = np.where(np.tri(segments + 1, dtype=bool), np.inf, resident)
-    if len(set(in_flight)) == 1:
-        # Stages differ only in their window.
-        each = [seconds], [filled + in_flight[0] * saved]
-        return _cut(*each, [(0, window) for window in windows], ends, usable_bytes=usable_bytes)
-    times = [seconds[window] for window in windows]
-    nbytes = [filled[w] + n * saved[w] for w, n in zip(windows, in_flight, strict=True)]
-    return _cut(times, nbytes, _whole(stages), ends, usable_bytes=usable_bytes)
+    is_equal = len(set(in_flight)) == 1
+    every = filled + in_flight[0] * saved if is_equal else filled
+    slowest = max(float(seconds[0, -1]) / stages, float(np.diagonal(seconds, 1).max()))
+    for limit_s in (_NEAR * slowest, np.inf):
+        ends = _ends(seconds, stages, limit_s)
+        if not all(map(len, ends)):
+            continue
+        parts = [slice(places[0], places[-1] + 1) for places in ends]
+        windows = list(pairwise(parts))
+        if is_equal:  # stages differ only in their window
+            possible = _Possible([seconds], [every], [(0, window) for window in windows], ends)
+        else:
+            times = [seconds[window] for window in windows]
+            nbytes = [filled[w] + n * saved[w] for w, n in zip(windows, in_flight, strict=True)]
+            possible = _Possible(times, nbytes, _whole(stages), ends)
+        best = possible.fastest(usable_bytes)
+        # All cuts that are as fast are among those with no slower stage.
+        if best is not None and best.seconds * (1 + _ROUNDING) <= limit_s:
+            return best
+    return possible.smallest()
+
+
+def _ends(seconds: Matrix, stages: int, limit_s: float) -> list[Places]:
+    """Places where stages 0, 1, ... may begin, and the last one end, if none takes longer than
+    `limit_s`; some are empty if that is impossible.
+
+    Stage k begins at segment k or later, as stages before it have at least one segment each, and
+    leaves one for each stage after it; and no stage has more segments than can be that fast.
+    """
+    segments = len(seconds) - 1
+    places = np.arange(segments + 1)
+    lengths = places[None, :] - places[:, None]
+    longest = int(lengths[seconds <= limit_s].max())
+    before = np.arange(stages + 1)
+    first = np.maximum(before, segments - (stages - before) * longest)
+    last = np.minimum(segments - stages + before, before * longest)
+    return [places[low : high + 1] for low, high in zip(first, last, strict=True)]
 
 
 def refined(
@@ -161,46 +189,61 @@ def refined(
             # Stages have at least one segment.
             is_stage = columns[None, :] > rows[:, None]
             nbytes.append(np.where(is_stage, resident + n * saved, np.inf))
-        best = _cut(times, nbytes, _whole(stages), ends, usable_bytes=usable_bytes)
+        possible = _Possible(times, nbytes, _whole(stages), ends)
+        best = possible.fastest(usable_bytes) or possible.smallest()
         if step == 1 and (best.seconds, best.nbytes) >= (before.seconds, before.nbytes):
             return best
 
 
-def _cut(
-    seconds: Sequence[Matrix],
-    nbytes: Sequence[Matrix],
-    windows: Sequence[tuple[int, Window]],
-    ends: Sequence[Places],
-    *,
-    usable_bytes: float,
-) -> StageCut:
-    """Cut at the best of `ends`: stage k begins at one of `ends[k]` and ends at one of the next.
+@dataclass(frozen=True, slots=True)
+class _Possible:
+    """Possible stages: stage k begins at one of `ends[k]` and ends at one of the next.
 
-    Args:
+    Attributes:
         seconds, nbytes: of stages; infinite bytes where there is none.
         windows: for every stage the number of its matrices, and its part of them.
     """
 
-    def of_stages(matrices: Sequence[Matrix]) -> list[Matrix]:
-        return [matrices[number][window] for number, window in windows]
+    seconds: Sequence[Matrix]
+    nbytes: Sequence[Matrix]
+    windows: Sequence[tuple[int, Window]]
+    ends: Sequence[Places]
 
-    pairs = list(zip(seconds, nbytes, strict=True))
-    within = [np.where(one <= usable_bytes, times, np.inf) for times, one in pairs]
-    fastest, places = _least(of_stages(within))
-    if fastest < np.inf:
-        limit = fastest * (1 + _ROUNDING)
-        even = [
-            np.where(times <= limit, one, np.inf) for times, one in zip(within, nbytes, strict=True)
-        ]
-        _, places = _least(of_stages(even))
-    else:
-        _, places = _least(of_stages(nbytes))
-    chosen = list(pairwise([0, *places, -1]))
-    return StageCut(
-        starts=tuple(int(ends[k][place]) for k, place in enumerate(places, 1)),
-        seconds=max(float(one[at]) for one, at in zip(of_stages(seconds), chosen, strict=True)),
-        nbytes=max(float(one[at]) for one, at in zip(of_stages(nbytes), chosen, strict=True)),
-    )
+    def fastest(self, usable_bytes: float) -> StageCut | None:
+        """Smallest of the fastest cuts that fit; None if none fits."""
+        if not _can_be_cut([one <= usable_bytes for one in self._of(self.nbytes)]):
+            return None
+        pairs = list(zip(self.seconds, self.nbytes, strict=True))
+        within = [np.where(one <= usable_bytes, times, np.inf) for times, one in pairs]
+        limit = float(_reached(self._of(within))[-1][-1]) * (1 + _ROUNDING)
+        pairs = list(zip(within, self.nbytes, strict=True))
+        even = [np.where(times <= limit, one, np.inf) for times, one in pairs]
+        return self._cut_at(_least(self._of(even)))
+
+    def smallest(self) -> StageCut:
+        """Cut whose fullest stage is smallest."""
+        return self._cut_at(_least(self._of(self.nbytes)))
+
+    def _of(self, matrices: Sequence[Matrix]) -> list[Matrix]:
+        """Matrix of every stage."""
+        return [matrices[number][window] for number, window in self.windows]
+
+    def _cut_at(self, places: Sequence[int]) -> StageCut:
+        chosen = list(pairwise([0, *places, -1]))
+        seconds, nbytes = self._of(self.seconds), self._of(self.nbytes)
+        return StageCut(
+            starts=tuple(int(self.ends[k][place]) for k, place in enumerate(places, 1)),
+            seconds=max(float(one[at]) for one, at in zip(seconds, chosen, strict=True)),
+            nbytes=max(float(one[at]) for one, at in zip(nbytes, chosen, strict=True)),
+        )
+
+
+def _can_be_cut(fits: Sequence[NDArray[np.bool_]]) -> bool:
+    """Return True if stages that fit lead from the first place to the last."""
+    reached = fits[0][0]
+    for of_stage in fits[1:]:
+        reached = np.logical_or.reduce(of_stage[reached], axis=0)
+    return bool(reached[-1])
 
 
 def _whole(stages: int) -> list[tuple[int, Window]]:
@@ -208,8 +251,8 @@ def _whole(stages: int) -> list[tuple[int, Window]]:
     return [(stage, (slice(None), slice(None))) for stage in range(stages)]
 
 
-def _least(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
-    """Cut with the smallest largest cost: that cost, and where stages 1, 2, ... begin.
+def _reached(costs: Sequence[Matrix]) -> list[NDArray[np.float64]]:
+    """Smallest largest cost of the first 1, 2, ... stages, for each place where they may end.
 
     Entry [i, j] of stage k is the cost from the i-th place where it may begin to the j-th where the
     next one may.
@@ -217,8 +260,14 @@ def _least(costs: Sequence[Matrix]) -> tuple[float, list[int]]:
     best = [costs[0][0]]
     for cost in costs[1:]:
         best.append(np.minimum.reduce(np.maximum(best[-1][:, None], cost), axis=0))
+    return best
+
+
+def _least(costs: Sequence[Matrix]) -> list[int]:
+    """Places where stages 1, 2, ... begin in the cut with the smallest largest cost."""
+    best = _reached(costs)
     end, places = -1, []
     for before, cost in zip(reversed(best[:-1]), reversed(costs[1:]), strict=True):
         end = int(np.maximum(before, cost[:, end]).argmin())
         places.append(end)
-    return float(best[-1][-1]), places[::-1]
+    return places[::-1]

@@ -62,6 +62,25 @@ def test_no_split_is_faster_within_memory_and_no_equally_fast_one_smaller(
     assert list(best.starts) == sorted(set(best.starts))
 
 
+@given(data=st.data(), pieces=st.integers(1, 24))
+def test_stages_slower_than_most_are_left_out_only_where_no_best_split_has_one(
+    data: st.DataObject, pieces: int
+) -> None:
+    """The same split, with all its ties, as when stages of any length are looked at."""
+    stages = data.draw(st.integers(1, pieces))
+    numbers = st.lists(st.integers(0, 3), min_size=pieces, max_size=pieces)
+    took, states, saved = (spans(data.draw(numbers)) for _ in range(3))
+    alike = st.just([data.draw(st.integers(1, 3))] * stages)
+    settings = {
+        "in_flight": data.draw(alike | st.just(list(range(stages, 0, -1)))),
+        "usable_bytes": float(data.draw(st.integers(0, 200))),
+    }
+    best = cut(took, states, saved, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("advisor.search.borders._NEAR", 1e9)
+        assert cut(took, states, saved, **settings) == best
+
+
 def test_a_head_as_slow_as_four_blocks_gets_a_stage_of_its_own() -> None:
     """Twelve blocks of 1 s and a head of 4 s on four stages: 4 s are the mean and possible."""
     took = [1.0] * 12 + [4.0]
