@@ -103,6 +103,7 @@ class _Peaks:
         self._states_share = 0.0 if space.common.servers else 1.0
         self._states: dict[tuple[int, ...], ResidentStates] = {}
         self._lines: dict[tuple[int, ...], MicrobatchTimeline] = {}
+        self._updates: dict[tuple[int, ...], Moment] = {}
         self._keys = [space.tp, columns.shards, columns.sharded, self.kind]
         self.own = columns.each(self._keys, self._own_gradients)
 
@@ -248,7 +249,12 @@ class _Peaks:
         )
         return peak.memory.total - peak.memory.context
 
-    def _last(self, tp: int, shards: int, sharded: int, kind: int) -> Moment:
+    def _last(self, *key: int) -> Moment:
+        if key not in self._updates:
+            self._updates[key] = self._update(*key)
+        return self._updates[key]
+
+    def _update(self, tp: int, shards: int, sharded: int, kind: int) -> Moment:
         moment = last_moment(
             self._plan(tp, shards, KINDS[kind]),
             self._loads(tp, sharded),

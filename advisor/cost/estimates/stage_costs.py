@@ -36,6 +36,7 @@ class StageCosts(Sequence[StageCost]):
         # Of one microbatch: independent of schedule and number of microbatches.
         self._alike, self._chunks = model.stages_of(plan), model.chunks_of(plan)
         self._known: dict[int, StageCost] = {}
+        self._memories: dict[int, tuple[Loads, StageMemory, object]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -59,6 +60,8 @@ class StageCosts(Sequence[StageCost]):
 
     def _memory(self, stage: int) -> tuple[Loads, StageMemory, object]:
         """Units and memory of a stage, and what equal ones have in common."""
+        if stage in self._memories:
+            return self._memories[stage]
         model, plan, places = self._model, self._plan, self._places[stage]
         part = self._loads.part(*places)
         received, sent = retained_over(model, plan, self._borders, stage, places)
@@ -67,7 +70,8 @@ class StageCosts(Sequence[StageCost]):
             self._chunks[key] = chunk_of(
                 plan, part, received_bytes=received, sent_bytes=sent, stack=model.stack
             )
-        return part, self._chunks[key], key
+        self._memories[stage] = part, self._chunks[key], key
+        return self._memories[stage]
 
     def _cost(self, stage: int) -> StageCost:
         model, plan = self._model, self._plan

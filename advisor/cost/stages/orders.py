@@ -122,16 +122,15 @@ def _rounds(
     steps = _steps(per_round, chunks, total)
     forwards = [Action(PassKind.FORWARD, chunk * ranks + rank, which) for chunk, which in steps]
     backwards = [Action(kind, (last - chunk) * ranks + rank, which) for chunk, which in steps]
+    weights = [Action(PassKind.WEIGHT, stage, which) for _, stage, which in backwards if splits]
     yield from forwards[:warm_up]
     for step, backward in enumerate(backwards):
         if step + warm_up < total:
             yield forwards[step + warm_up]
         yield backward
         if splits and step >= rank:
-            yield backwards[step - rank]._replace(kind=PassKind.WEIGHT)
-    if splits:
-        for backward in backwards[max(0, total - rank) :]:
-            yield backward._replace(kind=PassKind.WEIGHT)
+            yield weights[step - rank]
+    yield from weights[max(0, total - rank) :]
 
 
 @lru_cache(maxsize=64)
@@ -204,10 +203,9 @@ class InFlight(NamedTuple):
     waiting: tuple[int, ...]
     has_gradients: tuple[bool, ...]
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """All that takes memory."""
-        return self.saved + self.waiting + self.has_gradients
+
+Counts = tuple[int, ...]
+"""All of a rank that takes memory: `saved`, `waiting` and `has_gradients` of every chunk."""
 
 
 def moments(
@@ -246,7 +244,7 @@ def moments_of(
     shown = min(microbatches, FULL_AFTER * ranks)
     order = order_of(schedule, rank, ranks=ranks, stages=stages, microbatches=shown)
     own = stages_of(schedule, rank, ranks=ranks, stages=stages)
-    return tuple(_undominated(_moments(order, own, whole)))
+    return tuple(_undominated(_moments(order, own, whole), len(own)))
 
 
 FULL_AFTER = 4
@@ -270,35 +268,43 @@ def _fullest(
         yield PassKind.BACKWARD, in_flight - 1, True
 
 
-def _moments(order: Order, own: Sequence[int], whole: frozenset[int]) -> Iterator[InFlight]:
-    saved, waiting, made = [0] * len(own), [0] * len(own), [False] * len(own)
+def _moments(
+    order: Order, own: Sequence[int], whole: frozenset[int]
+) -> Iterator[tuple[PassKind, int, Counts]]:
+    """Yield the kind and the chunk of every action, and the counts when it begins."""
+    chunks = {stage: chunk for chunk, stage in enumerate(own)}
+    counts = [0] * len(own) + [0] * len(own) + [False] * len(own)
+    waiting, made = len(own), 2 * len(own)  # places of the first chunk's
     for kind, stage, _ in order:
-        chunk = own.index(stage)
+        chunk = chunks[stage]
         is_whole = stage in whole
         if not (kind is PassKind.WEIGHT and is_whole):
-            yield InFlight(kind, chunk, tuple(saved), tuple(waiting), tuple(made))
+            yield kind, chunk, tuple(counts)
         if kind is PassKind.FORWARD:
-            saved[chunk] += 1
+            counts[chunk] += 1
         elif kind is PassKind.BACKWARD or (kind is PassKind.INPUT and is_whole):
-            saved[chunk] -= 1
-            made[chunk] = True
+            counts[chunk] -= 1
+            counts[made + chunk] = True
         elif kind is PassKind.INPUT:
-            waiting[chunk] += 1
+            counts[waiting + chunk] += 1
         elif not is_whole:
-            saved[chunk] -= 1
-            waiting[chunk] -= 1
-            made[chunk] = True
+            counts[chunk] -= 1
+            counts[waiting + chunk] -= 1
+            counts[made + chunk] = True
 
 
-def _undominated(candidates: Iterator[InFlight]) -> Iterator[InFlight]:
-    by_action: dict[tuple[PassKind, int], list[InFlight]] = {}
-    for moment in dict.fromkeys(candidates):
-        by_action.setdefault((moment.kind, moment.chunk), []).append(moment)
-    for of_action in by_action.values():
-        undominated: list[tuple[int, ...]] = []
+def _undominated(
+    candidates: Iterator[tuple[PassKind, int, Counts]], chunks: int
+) -> Iterator[InFlight]:
+    by_action: dict[tuple[PassKind, int], dict[Counts, None]] = {}
+    for kind, chunk, counts in candidates:
+        by_action.setdefault((kind, chunk), {})[counts] = None
+    for (kind, chunk), of_action in by_action.items():
+        undominated: list[Counts] = []
         # Sorted by sum, a dominating entry comes first.
-        for moment in sorted(of_action, key=lambda each: -sum(each.counts)):
-            counts = moment.counts
+        for counts in sorted(of_action, key=sum, reverse=True):
             if not any(all(map(ge, other, counts)) for other in undominated):
                 undominated.append(counts)
-                yield moment
+                saved, waiting = counts[:chunks], counts[chunks : 2 * chunks]
+                made = tuple(map(bool, counts[2 * chunks :]))
+                yield InFlight(kind, chunk, saved, waiting, made)

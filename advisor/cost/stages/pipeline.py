@@ -240,31 +240,38 @@ rank).
 def _path(schedule: Schedule, *, ranks: int, stages: int, microbatches: int) -> _Path:
     queues = orders(schedule, ranks=ranks, stages=stages, microbatches=microbatches)
     home = [rank_of(schedule, stage, ranks=ranks, stages=stages) for stage in range(stages)]
-    at, done = [0] * ranks, dict[tuple[bool, int, int], int]()
+    before = [n if n and home[n] != home[n - 1] else 0 for n in range(stages)]
+    after = [n if home[n] != home[n - 1] else 0 for n in range(1, stages)]
+    # The action that made a stage's output for a microbatch, or the gradient of its input.
+    outputs, gradients = ([[_OPEN] * microbatches for _ in range(stages)] for _ in range(2))
+    at = [0] * ranks
     path: list[tuple[int, int, int, int]] = []
     left = list(range(ranks))
     while left:
         for rank in left:
-            queue = queues[rank]
-            while at[rank] < len(queue):
-                kind, stage, microbatch = queue[at[rank]]
+            queue, place = queues[rank], at[rank]
+            while place < len(queue):
+                kind, stage, microbatch = queue[place]
                 needs, border = -1, 0
-                if kind is PassKind.FORWARD and stage:
-                    needs = done.get((True, stage - 1, microbatch), -2)
-                    border = stage if home[stage] != home[stage - 1] else 0
-                elif kind in (PassKind.BACKWARD, PassKind.INPUT) and stage < stages - 1:
-                    needs = done.get((False, stage + 1, microbatch), -2)
-                    border = stage + 1 if home[stage] != home[stage + 1] else 0
-                if needs == -2:
+                if kind is PassKind.FORWARD:
+                    if stage:
+                        needs, border = outputs[stage - 1][microbatch], before[stage]
+                elif kind is not PassKind.WEIGHT and stage < stages - 1:
+                    needs, border = gradients[stage + 1][microbatch], after[stage]
+                if needs == _OPEN:
                     break
-                if kind is not PassKind.WEIGHT:
-                    done[kind is PassKind.FORWARD, stage, microbatch] = len(path)
+                if kind is PassKind.FORWARD:
+                    outputs[stage][microbatch] = len(path)
+                elif kind is not PassKind.WEIGHT:
+                    gradients[stage][microbatch] = len(path)
                 path.append((rank, _WORK[kind] * stages + stage, needs, border))
-                at[rank] += 1
+                place += 1
+            at[rank] = place
         left = [rank for rank in left if at[rank] < len(queues[rank])]
     return tuple(path)
 
 
+_OPEN = -2  # no action has made it yet
 _WORK = {PassKind.FORWARD: 0, PassKind.BACKWARD: 1, PassKind.INPUT: 1, PassKind.WEIGHT: 2}
 
 
