@@ -89,7 +89,8 @@ class TestQuantities:
         assert [point.value for point in swept.points] == [0.25e9, 0.5e9, 1e9]
 
     def test_more_devices_take_less_time_for_the_same_batch(self) -> None:
-        swept = sweep(images(), Swept.DEVICES, ["1", "2", "4", "8"], settings=PartialPlan())
+        asked = ["1", "2", "4", "8"]
+        swept = sweep(images(batch=512), Swept.DEVICES, asked, settings=PartialPlan())
         assert [point.devices for point in swept.points] == [1, 2, 4, 8]
         assert seconds(swept) == sorted(seconds(swept), reverse=True)
 
