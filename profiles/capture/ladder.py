@@ -27,7 +27,7 @@ from profiles.capture.batch.call import call_model, loss_of
 from profiles.capture.batch.rows import batch_size, split_rows
 from profiles.capture.batch.tree import map_batch
 from profiles.capture.fakes.code_states import unchanged_code
-from profiles.capture.fakes.mode import DROPPED, KEPT
+from profiles.capture.fakes.mode import EXTREMES, KEPT
 from profiles.capture.fakes.tensors import preserved_random_state, replaced
 from profiles.capture.frames import model_line, summary
 from profiles.capture.model_errors import CannotFollow, LimitExceeded
@@ -44,7 +44,6 @@ log = logging.getLogger(__name__)
 FEW_ROWS = 2  # of a real run: one row is too few for a batch norm
 MOST_OF_MEMORY = 1 / 8  # of the machine's, for copies and activations: other ranks wait meanwhile
 MOST_SECONDS = 20.0  # of one run
-SEEDS = (1, 2)  # of further runs of a model that draws: does the draw decide what is called?
 
 _NO_HOOKS = "saved tensor hooks"
 """In the words of torch.func's refusal of hooks for saved tensors."""
@@ -183,16 +182,17 @@ class _Rung:
         """Draws that decide what is called or trained: other ones are tried."""
         if not first.draws:
             return []
-        steps = []
-        for seed in SEEDS if first.draws_outside_torch else SEEDS[:1]:
+        reads: list[ValueRead] = []
+        for seed, draw in enumerate(EXTREMES):
             with preserved_random_state():
                 random.seed(seed)
                 np.random.seed(seed)
                 try:
-                    steps.append(self.once(numerics, draw=DROPPED))
+                    step = self.once(numerics, draw=draw)
                 except ModelError:  # without its layers it makes nothing that can be trained
                     return [ValueRead(unit=GLUE, operation=RANDOM)]
-        return self._differing(RANDOM, first, steps)
+            reads += self._differing(RANDOM, first, [step])
+        return reads
 
     def attribute_reads(self, numerics: Numerics, first: StepTrace) -> list[ValueRead]:
         """Attributes that decide what is called or trained: a forward is followed after another."""

@@ -60,7 +60,6 @@ class StepTrace:
         reads: code that read values of the batch.
         draws: code drew random numbers of Python or NumPy, or single ones of torch: they may decide
             what runs.
-        draws_outside_torch: of Python or NumPy.
         counts: the forward changed numbers or words that its modules have as attributes: they may
             decide what runs.
     """
@@ -81,7 +80,6 @@ class StepTrace:
     is_sound: bool
     reads: tuple[ValueRead, ...] = ()
     draws: bool = False
-    draws_outside_torch: bool = False
     counts: bool = False
 
 
@@ -216,7 +214,6 @@ def trace_step(
             is_sound=repeats is None or repeats.is_sound(),
             reads=tuple(trace.reads),
             draws=trace.has_drawn or drawn_state() != before_draws,
-            draws_outside_torch=drawn_state() != before_draws,
             counts=_attributes(model) != before_counts,
         )
 

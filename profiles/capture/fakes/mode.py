@@ -29,8 +29,10 @@ from profiles.torch_compat import (
 )
 
 _STAND_IN = torch.device("cpu")
-KEPT, DROPPED = 0.5, 0.0
-"""Random numbers with which layers are kept, as they mostly are, and dropped if they ever are."""
+KEPT = 0.5
+"""A random number with which layers are kept, as they mostly are."""
+EXTREMES = (0.0, 1 - 2**-24)
+"""The least and the largest random number: with one of them a layer is dropped if it ever is."""
 _ONES = ("ones", "ones_like", "new_ones")
 
 

@@ -188,6 +188,26 @@ class NeverDrops(nn.Module):
         return x * noise
 
 
+class KeepsMost(nn.Module):
+    """Layers are dropped by the largest numbers, where others drop them by the least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand(()) < 0.9:
+                x = x + layer(x)
+        return x
+
+
+def test_layers_that_large_numbers_drop_are_noted() -> None:
+    profile = capture(nn.Sequential(KeepsMost(), nn.Linear(4, 4)), torch.randn(2, 4))
+    assert [read.operation for read in profile.reads] == [RANDOM]
+    assert profile.path_varies
+
+
 def test_draws_that_decide_nothing_are_not_noted() -> None:
     assert capture(NeverDrops(), torch.randn(2, 4)).reads == ()
 
