@@ -98,6 +98,7 @@ def shard(
         output_dtype: torch.dtype | None = None,
     ) -> None:
         allocate(chain(module.parameters(), module.buffers()))
+        _make_contiguous(p for p in module.parameters() if p not in ignored)
         module.register_forward_hook(_own_storage)
         module.register_forward_hook(open_output)
         with _refused(name):
@@ -177,6 +178,14 @@ def _whole(parameters: set[nn.Parameter], *, device_type: str) -> set[nn.Paramet
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device_type)
     return parameters
+
+
+def _make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
+    """Lay out in rows what lies otherwise in memory (transposed by its initialization, channels
+    last): FSDP2 cuts nothing else."""
+    for parameter in parameters:
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:
@@ -281,7 +290,7 @@ _KEEP_PARAMETERS = (DataParallel.ZERO1, DataParallel.ZERO2)
 
 @contextmanager
 def _refused(name: str) -> Iterator[None]:
-    """Raise FSDP2's errors (parameters without dimensions, not contiguous ...) as a `PlanError`."""
+    """Raise FSDP2's errors (parameters without dimensions ...) as a `PlanError`."""
     try:
         yield
     except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
