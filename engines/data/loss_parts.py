@@ -8,6 +8,7 @@ generic, so that a wrong rule does not agree.
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of
 from profiles.capture.batch.dims import Dims
 from profiles.capture.batch.rows import batch_size, split_rows
 from profiles.capture.batch.tree import batch_tensors, map_batch
+from profiles.capture.fakes.code_states import generators_of
+from profiles.capture.fakes.object_states import ObjectState
 from profiles.capture.fakes.tensors import stand_ins
 from profiles.capture.frames import summary
 from profiles.capture.loss_watch import LossWatch
@@ -253,7 +256,8 @@ def _run(
             module.training &= is_training and not is_batch_norm(module)
         fill_zeros(model)
         given = map_batch(fakes.of, batch)
-        before = random_state()
+        drawn_from = generators_of(runs)
+        before = random_state(drawn_from)
         before_it = {name: tensor.clone() for name, tensor in _state_tensors(model).items()}
         versions = {name: version_of(p) for name, p in model.named_parameters()}
         losses: list[float] = []
@@ -269,7 +273,7 @@ def _run(
                         for name, parameter in model.named_parameters()
                         if version_of(parameter) != versions[name]
                     }
-        if before != random_state():
+        if before != random_state(drawn_from):
             return None
         return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, is_training)
 
@@ -302,6 +306,8 @@ def fill_zeros(model: nn.Module) -> None:
                 parameter.normal_(std=0.02, generator=generator)
 
 
-def random_state() -> tuple[object, ...]:
+def random_state(drawn_from: Sequence[ObjectState]) -> tuple[object, ...]:
+    """Of the global generators and of these, by now; two are compared."""
     array = tuple(np.random.get_state())[2]  # its place; the rest changes with it
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), array
+    others = (pickle.dumps(state.now().part) for state in drawn_from)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), array, *others

@@ -23,6 +23,7 @@ from engines.pipeline.segments import Segment, segments_of, unit_calls
 from engines.plan import Plan
 from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of
 from profiles.capture.batch.tree import map_batch
+from profiles.capture.fakes.code_states import generators_of
 from profiles.capture.fakes.tensors import stand_ins
 from profiles.capture.frames import summary
 from profiles.errors import PlanError
@@ -161,7 +162,8 @@ class _Trial:
                 module.training &= self.is_training and not is_left
             fill_zeros(self.model)
             given = map_batch(fakes.of, self.batch)
-            before, state = random_state(), ForwardState(list(self.model.modules()))
+            drawn_from = generators_of(runs)
+            before, state = random_state(drawn_from), ForwardState(list(self.model.modules()))
             for number in range(FORWARDS):
                 call = self._call(ran, segment, known.calls[number] if known else {})
                 try:
@@ -174,7 +176,7 @@ class _Trial:
                     continue
                 if segment is None or segment.is_last:
                     ran.losses.append(loss_of(output, given, loss_fn).detach())
-            ran.draws, ran.changes = before != random_state(), state.is_changed
+            ran.draws, ran.changes = before != random_state(drawn_from), state.is_changed
         return ran
 
     def _call(

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engines.runtime.mesh import Axis
-from profiles.capture.fakes.code_states import CodeStates
-from profiles.capture.fakes.object_states import ObjectState, object_states
+from profiles.capture.fakes.code_states import generators_of
 from profiles.errors import RankMismatchError
 
 
@@ -26,7 +25,7 @@ def share_generators(model: nn.Module, axis: Axis, device: torch.device) -> None
     """
     if axis.group is None:
         return
-    states = _generators(model)
+    states = generators_of([model])
     sent = [[(state.kind, state.part) for state in states]]
     dist.broadcast_object_list(sent, group=axis.group, group_src=0, device=device)
     (theirs,) = sent
@@ -42,8 +41,3 @@ def share_generators(model: nn.Module, axis: Axis, device: torch.device) -> None
         )
     for state, (_, part) in zip(states, theirs, strict=True):
         state.put(part)
-
-
-def _generators(model: nn.Module) -> list[ObjectState]:
-    states = object_states(vars(module) for module in model.modules())
-    return [state for state in (*states, *CodeStates([model]).states) if state.is_generator]

@@ -12,7 +12,7 @@ import functools
 import gc
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
@@ -57,6 +57,13 @@ def unchanged_code(runs: Iterable[object]) -> Iterator[None]:
     finally:
         states.restore()
     states.require_place()
+
+
+def generators_of(runs: Sequence[object]) -> list[ObjectState]:
+    """Of the random generators that these modules, those in them, and these functions hold."""
+    modules = [m for each in runs if isinstance(each, nn.Module) for m in each.modules()]
+    states = object_states(map(vars, modules))
+    return [state for state in (*states, *CodeStates(runs).states) if state.is_generator]
 
 
 class CodeStates:

@@ -104,6 +104,22 @@ def seen(loss_fn: Loss, **options: Any) -> LossParts:
     return seen_on(model, sample, loss_fn, profile=profile, **options)
 
 
+def test_a_generator_that_the_model_holds_hides_the_rule_as_the_global_one_does() -> None:
+    class Noisy(Tagger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = torch.Generator().manual_seed(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = super().forward(x)
+            return logits + torch.randn(logits.shape, generator=self.noise)
+
+    model, sample = Noisy(), batch(ROWS)
+    profile = capture(model, sample, loss_fn=by_rows)
+    rule = seen_on(model, sample, by_rows, profile=profile, said=None)
+    assert (rule.doubt, rule.state) == ("", "")
+
+
 @pytest.mark.parametrize("loss_fn", RULED)
 def test_another_batch_follows_the_rule_that_the_sample_showed(loss_fn: Loss) -> None:
     torch.manual_seed(0)
