@@ -6,6 +6,7 @@ from engines.apply.build import Build
 from engines.blocks.trial import run_twice
 from engines.context.proof import SequenceProof, prove
 from engines.data.coupled_rows import require_no_coupling, warn_of_state
+from engines.data.gradient_hooks import HookTrial, require_hooks_of_parts, tried_hooks
 from engines.data.loss_parts import few_rows, seen_on
 from engines.data.loss_rule import LossParts
 from engines.plan import Plan, Recompute
@@ -64,6 +65,7 @@ def see_parts(build: Build, sample: Batch | None) -> LossParts:
     said = build.training.loss_weight
     model, loss_fn, profile = build.model, build.loss_fn, build.profile
     seen = seen_on(model, sample, loss_fn, profile=profile, said=said)
+    seen = seen.model_copy(update=tried_hooks(model, build.plan)._asdict())
     batch = few_rows(model, sample, profile) if build.plan.recompute is not Recompute.NONE else None
     if batch is None:
         return seen
@@ -77,7 +79,8 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
     Raises:
         BatchError: the model cannot run on a part of the rows, as the plan would have it do; or no
             rule holds, and a rank's rows are cut: see `engines.data.coupled_rows`.
-        PlanError: a block would not recompute what it computed, or replicas would come apart.
+        PlanError: a block would not recompute what it computed, or replicas would come apart, by
+            the forward or by a hook.
     """
     world, training, plan = build.world, build.training, build.plan
     if sample is None or world.is_fake:
@@ -101,6 +104,8 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
             where=f"plan: {plan}",
             hints=["change it after the optimizer's step, by rows of all ranks or by none"],
         )
+    hooks = HookTrial(parts.stepped_by_hook, parts.bent_by_hook)
+    require_hooks_of_parts(hooks, plan, warns=world.rank == 0)
     if plan.data_degree * plan.forwards == 1:
         _require_no_memory(parts, build)
         return parts

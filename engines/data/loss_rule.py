@@ -50,6 +50,7 @@ class LossParts(Record):
         state_between: where there is a `state`, names of what code between units changes, with the
             units that the forward calls before it does so last.
         parameter_of_rows: a parameter that a forward changes by its rows.
+        stepped_by_hook, bent_by_hook: see `engines.data.gradient_hooks`.
         unlike: a block that is to be recomputed, and computes something else when it runs again.
         draws: blocks that are to be recomputed drew from Python's or numpy's generators, or might.
     """
@@ -63,6 +64,8 @@ class LossParts(Record):
     state_of_rows: str = ""
     state_between: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     parameter_of_rows: str = ""
+    stepped_by_hook: str = ""
+    bent_by_hook: str = ""
     unlike: str = ""
     draws: bool = True
 

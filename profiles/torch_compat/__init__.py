@@ -219,10 +219,16 @@ def gradient_hooks(parameter: torch.Tensor) -> int:
     return len(cast(Any, parameter)._backward_hooks or ())
 
 
+def gradient_hooks_of(parameter: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """The hooks that its gradient goes through, and those that run once it is accumulated."""
+    hooked = cast(Any, parameter)
+    before, after = hooked._backward_hooks, hooked._post_accumulate_grad_hooks
+    return list((before or {}).values()), list((after or {}).values())
+
+
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """True if its gradient goes through hooks: `register_hook`, or one after it is accumulated."""
-    hooked = cast(Any, parameter)
-    return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
+    return any(gradient_hooks_of(parameter))
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
