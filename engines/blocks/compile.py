@@ -95,7 +95,6 @@ def _changes(
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
         stand_ins([model], copies=copies) as fakes,
     ):
         batch = map_batch(lambda tensor: fakes.of(tensor.detach()), sample)

@@ -230,7 +230,6 @@ def _recorded(
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
         stand_ins([model], cast=mixed if numerics is Numerics.BF16 else None) as fakes,
     ):
         if numerics is Numerics.BF16:

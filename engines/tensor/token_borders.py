@@ -56,7 +56,6 @@ def _borders(
             follow.calls(model),
             torch.inference_mode(False),
             torch.enable_grad(),
-            torch.compiler.set_stance("force_eager"),
             stand_ins([model]) as fakes,
         ):
             fake = map_batch(lambda tensor: fakes.of(tensor.detach()), sample)

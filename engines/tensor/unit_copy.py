@@ -310,7 +310,6 @@ def _fake_calls(
         _noted(model, paths) as notes,
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
         stand_ins([model]) as fakes,
     ):
         fake = map_batch(lambda tensor: fakes.of(tensor.detach()), batch)

@@ -76,7 +76,6 @@ def calls_of(
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
         stand_ins(runs) as fakes,
     ):
         batch = map_batch(lambda tensor: fakes.of(tensor), sample)

@@ -116,7 +116,6 @@ def trace_step(
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         are_copies = source is CaptureSource.RUN
         fakes = stack.enter_context(stand_ins(runs, cast=low_precision, copies=are_copies))
         stack.enter_context(RecurrentLoops(lambda: trace.scope))

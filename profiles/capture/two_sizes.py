@@ -57,7 +57,6 @@ def why_not_twice(model: nn.Module, sample: Batch, loss_fn: LossFn | None, dims:
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        torch.compiler.set_stance("force_eager"),
         stand_ins(runs) as fakes,
         without_onednn(),
         warnings.catch_warnings(action="ignore"),  # of sizes that are only tried

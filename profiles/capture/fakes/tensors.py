@@ -100,11 +100,15 @@ def stand_ins(
     are as they were, and so are the random number generators, also those that modules keep, and
     what the modules' code remembers.
 
+    What `torch.compile` made runs as it was written: compiled for stand-ins, modes and trial sizes
+    it would reach the limit of dynamo, beyond which the training itself runs uncompiled.
+
     Args:
         runs: modules, and functions that run with them: a loss.
     """
     with (
         unchanged_code(runs),  # before tensors that are made are fake
+        torch.compiler.set_stance("force_eager"),
         nullcontext() if copies else fake_tensors() as fake,
         preserved_random_state(),
     ):

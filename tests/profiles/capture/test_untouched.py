@@ -54,6 +54,23 @@ class Scheduled(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_stand_ins_do_not_use_up_what_dynamo_compiles(copies: bool) -> None:
+    """It compiles a function for so many kinds of arguments, and no more."""
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> nn.Module:
+        compiled.append(graph)
+        return graph
+
+    model, x = torch.compile(nn.Linear(4, 4), backend=backend), torch.randn(3, 4)
+    with stand_ins([model], copies=copies) as fakes:
+        model(fakes.of(x))
+    assert not compiled
+    model(x)
+    assert len(compiled) == 1
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="iterators are not copied")
 def test_iterators_stay_where_they_are() -> None:
     model = Scheduled()
