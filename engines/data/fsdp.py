@@ -47,6 +47,7 @@ from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_view, map_tensors
 from profiles.torch_compat.fsdp import (
     forget_step_underway,
+    fsdp_modules,
     note_used,
     reduce_at_end,
     reduce_now,
@@ -195,10 +196,11 @@ def prepare_backward(root: FSDPModule, plan: Plan, *, last: bool) -> None:
     step. HSDP adds up the shards of all microbatches before the slow all-reduce between groups.
     """
     kind = plan.data_parallel
-    root.set_requires_gradient_sync(last or kind is not DataParallel.ZERO1)
-    root.set_reshard_after_backward(last or kind not in _KEEP_PARAMETERS)
-    if kind is DataParallel.HYBRID_SHARD:
-        root.set_requires_all_reduce(last)
+    for module in fsdp_modules(root):
+        module.set_requires_gradient_sync(last or kind is not DataParallel.ZERO1, recurse=False)
+        module.set_reshard_after_backward(last or kind not in _KEEP_PARAMETERS, recurse=False)
+        if kind is DataParallel.HYBRID_SHARD:
+            module.set_requires_all_reduce(last, recurse=False)
     root.set_is_last_backward(last)
 
 
@@ -249,6 +251,8 @@ def drop_unused(root: FSDPModule, profile: ModelProfile) -> None:
     """
     require_reduced(root)
     assert isinstance(root, nn.Module)
+    if not profile.unused and root not in _USED:
+        return
     trained = {name: p for name, p in root.named_parameters() if p.requires_grad}
     unused = [p for p in map(trained.__getitem__, profile.unused) if not has_gradient(p)]
     if root in _USED:

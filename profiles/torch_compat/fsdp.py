@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+_MODULES: WeakKeyDictionary[FSDPModule, list[weakref.ref[FSDPModule]]] = WeakKeyDictionary()
+
+
+def fsdp_modules(root: FSDPModule) -> list[FSDPModule]:
+    """The root and the modules below it that FSDP2 wraps. It wraps the root last: those of one are
+    looked up once, for every step asks."""
+    known = _MODULES.get(root)
+    if known is None:
+        every = cast(nn.Module, root).modules()
+        known = [weakref.ref(module) for module in every if isinstance(module, FSDPModule)]
+        _MODULES[root] = known
+    return [module for each in known if (module := each()) is not None]
 
 
 def reduce_unused_parameters(root: FSDPModule) -> None:
@@ -141,11 +156,10 @@ def unreduced(root: FSDPModule) -> list[str]:
 
 def _groups(root: FSDPModule) -> Iterator[tuple[Any, Any]]:
     """Each state with each of its parameter groups (torch < 2.13: one or none)."""
-    for module in cast(nn.Module, root).modules():
-        if isinstance(module, FSDPModule):
-            state = cast(Any, module._get_fsdp_state())
-            for group in _groups_of(state):
-                yield state, group
+    for module in fsdp_modules(root):
+        state = cast(Any, module._get_fsdp_state())
+        for group in _groups_of(state):
+            yield state, group
 
 
 def _groups_of(state: Any) -> list[Any]:
