@@ -97,7 +97,8 @@ class CopiesAhead:
                     assert self._stream is not None
                     self._stream.wait(copied.mark, [copy for _, _, copy in copied.tensors.values()])
                 return own[2]
-        return tensor.to(self._device, non_blocking=True)
+        here = tensor.device == self._device
+        return tensor if here else tensor.to(self._device, non_blocking=True)
 
     def here(self, values: Any) -> Any:
         """Values in containers with their tensors on the device; the same containers where all

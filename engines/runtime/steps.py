@@ -26,6 +26,7 @@ MOST_STEPS = 200
 # A batch of other lengths or rows than the plan's has another step time.
 SAME_BATCH = 0.01
 
+_Mark = float | torch.cuda.Event
 _Lap = float | tuple[torch.cuda.Event, torch.cuda.Event]
 
 
@@ -61,40 +62,33 @@ class Steps:
             return
         if self._seen == 0:
             self._peak_before = peak_memory_bytes(self._device)
-        durations: deque[_Lap] = deque()
-        computed_s = time.thread_time()
-        with self._timed(durations, time.perf_counter):
-            yield
+        computed_s, began = time.thread_time(), self._mark(time.perf_counter)
+        yield
+        ended, used_s = self._mark(time.perf_counter), time.thread_time() - computed_s
         self._seen += 1
         if self._seen > WARM_UP_STEPS:
-            self._laps.extend(durations)
+            self._laps.append(_lap(began, ended))
             if self._device.type == "cpu":
-                self._busy.append(time.thread_time() - computed_s)
+                self._busy.append(used_s)
         elif self._seen == WARM_UP_STEPS:
             self._peak_after = peak_memory_bytes(self._device)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around the update of one step."""
-        durations: deque[_Lap] = deque()
-        with self._timed(durations, time.thread_time):
-            yield
+        began = self._mark(time.thread_time)
+        yield
+        ended = self._mark(time.thread_time)
         if self._seen >= WARM_UP_STEPS:
-            self._updates.extend(durations)
+            self._updates.append(_lap(began, ended))
 
-    @contextmanager
-    def _timed(self, durations: deque[_Lap], clock: Callable[[], float]) -> Iterator[None]:
-        """By events on CUDA, else by `clock`."""
-        if self._device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            yield
-            last.record()
-            durations.append((first, last))
-        else:
-            began = clock()
-            yield
-            durations.append(clock() - began)
+    def _mark(self, clock: Callable[[], float]) -> _Mark:
+        """An event on CUDA, else what `clock` says."""
+        if self._device.type != "cuda":
+            return clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _is_as_planned(self, batch: Batch) -> bool:
         try:
@@ -126,6 +120,14 @@ class Steps:
 def _timing(durations: Iterable[_Lap], *, fewest: int) -> Timing | None:
     known = list(filter(None, map(_seconds, durations)))
     return Timing.of(known) if len(known) >= fewest else None
+
+
+def _lap(began: _Mark, ended: _Mark) -> _Lap:
+    if isinstance(began, float) or isinstance(ended, float):
+        assert isinstance(began, float)
+        assert isinstance(ended, float)
+        return ended - began
+    return began, ended
 
 
 def _seconds(lap: _Lap) -> float | None:

@@ -61,14 +61,19 @@ def batch_size(batch: Batch, dims: Dims | None = None) -> int:
     return next(iter(sizes.values()))[0]
 
 
-def split_rows(batch: Batch, sizes: Sequence[int], dims: Dims | None = None) -> list[Batch]:
+def split_rows(
+    batch: Batch, sizes: Sequence[int], dims: Dims | None = None, *, rows: int | None = None
+) -> list[Batch]:
     """The batch cut into parts of `sizes` rows, as views; what has no rows goes along whole.
+
+    Args:
+        rows: `batch_size` of it, where it is known.
 
     Raises:
         BatchError: `sizes` do not add up to the batch size.
     """
     dims = dims or dims_of(batch)
-    rows = batch_size(batch, dims)
+    rows = batch_size(batch, dims) if rows is None else rows
     if sum(sizes) != rows:
         raise BatchError(f"{rows} rows cannot be cut into {' + '.join(map(str, sizes))}")
     if len(sizes) == 1:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeAlias
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -22,10 +22,10 @@ model's only argument; with anything inside."""
 INSIDE = object()
 """Answer of a visitor: go into this value; a leaf stays as it is."""
 Visit = Callable[[str, Any], Any]
+_LEAVES = (Tensor, str, bytes, nn.Module, PackedSequence, type)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(NamedTuple):
     """Values inside a value, each with the end of its name; `rebuilt` takes others in order."""
 
     values: Sequence[tuple[str, object]]
@@ -62,7 +62,7 @@ def _mapped(visit: Visit, name: str, value: object) -> object:
 
 def _parts(value: object) -> _Parts | None:
     """None of a leaf."""
-    if isinstance(value, Tensor | str | bytes | nn.Module | PackedSequence | type):
+    if isinstance(value, _LEAVES):
         return None
     if isinstance(value, Mapping):
         keys = list(value)
@@ -116,20 +116,22 @@ def batch_items(batch: Batch) -> list[tuple[str, object]]:
     Raises:
         BatchError: nothing that a model could be given.
     """
-    items: list[tuple[str, object]] = []
-
-    def visit(name: str, value: object) -> object:
-        if is_leaf(value):
-            items.append((name, value))
-        return INSIDE
-
     if batch is None or isinstance(batch, str | bytes | int | float):
         raise BatchError(
             f"{a_type(batch)} is not a batch",
             hints=["give a tensor, a tuple (inputs..., target) or a dict of keyword arguments"],
         )
-    map_nodes(visit, batch)
-    return items
+    parts = _parts(batch)
+    if parts is None:
+        return [("input", batch)]
+    return [item for end, value in parts.values for item in _items(_top(end), value)]
+
+
+def _items(name: str, value: object) -> list[tuple[str, object]]:
+    parts = _parts(value)
+    if parts is None:
+        return [(name, value)]
+    return [item for end, part in parts.values for item in _items(f"{name}{end}", part)]
 
 
 def batch_tensors(batch: Batch) -> list[Tensor]:
