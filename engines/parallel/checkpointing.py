@@ -270,7 +270,8 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
     def _live_loaders(self) -> list[ShardedLoader]:
         """Those that `shard` made and the script still has, in their order."""
         every = [loader for reference in self._loaders if (loader := reference()) is not None]
-        self._loaders = [weakref.ref(loader) for loader in every]
+        if len(every) < len(self._loaders):
+            self._loaders = [weakref.ref(loader) for loader in every]
         return every
 
     def _iterated_loaders(self) -> list[ShardedLoader]:

@@ -66,6 +66,9 @@ class InteropMixin(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the user's module has there, as reading it reads that: `parallel.beta = 0.1`."""
         own = self.__dict__
+        if name in own and not isinstance(value, (Tensor, nn.Module)):
+            own[name] = value  # as every step does; torch looks for parameters first
+            return
         is_own = "_runner" not in own or name in own or hasattr(type(self), name)
         module = None if is_own or name.startswith("_") else own["_modules"].get("module")
         if module is not None and name not in own["_modules"] and hasattr(module, name):

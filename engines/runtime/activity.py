@@ -93,14 +93,9 @@ class ActivityLog:
         finally:
             self._step = None
 
-    @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
+    def doing(self, what: str) -> _Doing:
         """Around work that exchanges something."""
-        before, self._doing = self._doing, what
-        try:
-            yield
-        finally:
-            self._doing = before
+        return _Doing(self, what)
 
     def end_pass(self) -> None:
         """Note that the loader has no batch left, and tell it to the other ranks."""
@@ -134,6 +129,19 @@ class ActivityLog:
             data=self.data,
             stack=tuple(_stack_of(self._thread)) if step is not None or stands else (),
         )
+
+
+class _Doing:
+    """Work of a rank, noted until it is done. A class: steps enter several."""
+
+    def __init__(self, log: ActivityLog, what: str) -> None:
+        self._log, self._what = log, what
+
+    def __enter__(self) -> None:
+        self._log._doing, self._what = self._what, self._log._doing
+
+    def __exit__(self, *_: object) -> None:
+        self._log._doing = self._what
 
 
 activity = ActivityLog()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,7 @@ class SharedRng:
         self._is_uneven = is_uneven
         self._is_agreed = False
 
-    @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self) -> AbstractContextManager[None]:
         """Inside, all ranks of the axis draw the same numbers, torch's, Python's and numpy's:
         different ones each time and on every other axis; all of them enter it. The first rank's
         generator advances by one number.
@@ -36,9 +35,11 @@ class SharedRng:
             ModelError: where layers are uneven, the ranks drew different amounts of numbers, and
                 different numbers after that.
         """
-        if self._tp.group is None or self._is_agreed:
-            yield
-            return
+        is_alone = self._tp.group is None or self._is_agreed
+        return nullcontext() if is_alone else self._agreeing()
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
         seed = torch.zeros(1, dtype=torch.int64)
         if self._tp.is_first:
             seed.random_(2**62)  # room for the rank number that is added
