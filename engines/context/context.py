@@ -18,7 +18,7 @@ from engines.context.input_sharding import length_of
 from engines.context.proof import LOSS, SequenceProof, require_equal_chunks, require_unmasked
 from engines.context.ring import Ring
 from engines.context.tokens import joined, part
-from engines.data.microbatches import silence, weighted
+from engines.data.loss_weight import silence, weighted
 from engines.runtime.mesh import Axis
 from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of
 from profiles.errors import BatchError, ModelError
@@ -117,11 +117,11 @@ class Context:
         """Inside, the model's code attends to keys of all ranks, at the positions of its tokens."""
         return OwnTokens(self._ring.attention, places=self._places, model=self._model)
 
-    def _weight(self, batch: Batch) -> Tensor:
-        """Of this rank's loss, so that the mean over the axis is the loss: 0-d, on the CPU."""
+    def _weight(self, batch: Batch) -> float:
+        """Of this rank's loss, so that the mean over the axis is the loss."""
         size = self._axis.size
         shares = self._way.shares(batch, self._proof.loss, size=size)
-        return shares[self._axis.position].cpu() * size
+        return float(shares[self._axis.position]) * size
 
     def _whole(self, tensor: Tensor, dim: int | None, batch: Batch) -> Tensor:
         """An output put together; its gradients are counted as those of `loss` are."""

@@ -182,7 +182,7 @@ def require_all_reduced(
     if profile.may_skip_parameters:
         return  # DDP then looks for unused parameters itself
     for name, parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None:
+        if parameter.grad is None and parameter.requires_grad:
             raise ModelError(
                 f"`{name}` got no gradient in this step, it had one from the sample: DDP cannot"
                 " tell which parameters a step uses",

@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
 
-from engines.data.gradients import local_gradients
+from engines.data.gradients import GradientBuckets, local_gradients
 from engines.data.loss_scale import LossScaler
 from engines.data.replicas import local_part
 from engines.data.running_statistics import running_statistics
@@ -27,8 +28,6 @@ from profiles.capture.batch.call import Batch
 from profiles.capture.batch.tree import batch_items
 from profiles.errors import NonFiniteError, UnknownNameError
 from profiles.torch_compat import tensors_in
-
-Parameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +56,10 @@ class FiniteGuard:
     """Looks at losses and gradients of every step, and stops all ranks or leaves the step out.
 
     Args:
-        parameters: returns those of the module, by name.
+        parameters: of the module, by name: those that have gradients between two steps.
         world: the ranks that step together.
         scaler: of the losses; it follows what is seen here.
+        gradients_stay: as of `GradientBuckets`.
 
     Attributes:
         is_last_skipped, skipped: if the last step was left out, and how many so far.
@@ -68,13 +68,15 @@ class FiniteGuard:
     def __init__(
         self,
         module: nn.Module,
-        parameters: Parameters,
+        parameters: Sequence[tuple[str, nn.Parameter]],
         world: World,
         reaction: OnNonfinite,
         scaler: LossScaler,
+        gradients_stay: bool,
     ) -> None:
         self._module = module
         self._parameters = parameters
+        self._buckets = GradientBuckets(parameters, stay=gradients_stay)
         self._world = world
         self._reaction = reaction
         self._scaler = scaler
@@ -99,8 +101,8 @@ class FiniteGuard:
             return loss
         # One reading of all gradients. A norm that overflows is of gradients whose squares do, as
         # Adam's second moments.
-        norm = nn.utils.get_total_norm(list(local_gradients(self._parameters()).values()))
-        return loss + 0.0 * norm.to(loss)
+        norm = nn.utils.get_total_norm(self._buckets.now())
+        return loss.add(norm.to(loss), alpha=0.0)
 
     def passes(
         self, mean: Tensor, own: Tensor, *, step: int, origin: Callable[[], str] | None = None
@@ -122,11 +124,11 @@ class FiniteGuard:
         if not self.is_on:
             return True
         scaler, scale = self._scaler, self._scaler.scale
-        self.is_last_skipped = not bool(mean.isfinite())
+        self.is_last_skipped = not isfinite(mean.item())
         scaler.update(is_finite=not self.is_last_skipped)
         if not self.is_last_skipped:
             return True
-        gradient = first_nonfinite(dict(reversed(local_gradients(self._parameters()).items())))
+        gradient = first_nonfinite(dict(reversed(local_gradients(self._parameters).items())))
         self._module.zero_grad(set_to_none=True)
         facts = {"loss": "" if bool(own.isfinite()) else str(own.item()), "gradient": gradient}
         of_ranks = self._of_ranks(facts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from operator import is_
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from torch.distributed.tensor import DTensor
 from engines.data.replicas import local_part
 from engines.runtime.mesh import Mesh
 from engines.state.layout import Layout
+from profiles.torch_compat import flattened
+
+SMALL_ELEMENTS = 2**13
+"""A tensor that is copied in the time that it takes to call for it."""
 
 
 def full_gradients(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
@@ -55,6 +60,73 @@ def local_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str,
             gradient = local_part(parameter.grad)
             gradients[name] = gradient._values() if gradient.is_sparse else gradient
     return gradients
+
+
+class GradientBuckets:
+    """This rank's gradients in as few tensors as have their values: to read one of many elements
+    takes no longer than to call for one of few.
+
+    Args:
+        parameters: of the module, by name.
+        stay: gradients that are views are so of DDP's buckets, which stay: they are the same
+            tensors step after step, and may be kept.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], *, stay: bool) -> None:
+        self._parameters, self._stay = parameters, stay
+        self._seen: list[Tensor | None] = []
+        self._buckets: list[Tensor] = []
+
+    def now(self) -> list[Tensor]:
+        """Those that there are."""
+        if not self._stay:
+            return self._looked_up()
+        gradients = [parameter.grad for _, parameter in self._parameters]
+        if self._seen and all(map(is_, gradients, self._seen)):
+            return self._buckets
+        buckets = self._looked_up()
+        is_kept = all(gradient is None or gradient._base is not None for gradient in gradients)
+        self._seen, self._buckets = (gradients, buckets) if is_kept else ([], [])
+        return buckets
+
+    def _looked_up(self) -> list[Tensor]:
+        buckets = in_buckets(local_gradients(self._parameters).values())
+        return buckets if self._stay else with_small_ones_joined(buckets)
+
+
+def in_buckets(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """The same values in fewer tensors: those that fill another one as its views are that one."""
+    views: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        whole = gradient._base
+        views.setdefault(id(gradient if whole is None else whole), []).append(gradient)
+    return [tensor for own in views.values() for tensor in _whole_of(own)]
+
+
+def with_small_ones_joined(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same values; on a CPU small tensors are copied into one. Accelerators read many tensors
+    in one kernel."""
+    joined: dict[torch.dtype, list[Tensor]] = {}
+    others: list[Tensor] = []
+    for tensor in tensors:
+        is_small = tensor.numel() <= SMALL_ELEMENTS and tensor.device.type == "cpu"
+        (joined.setdefault(tensor.dtype, []) if is_small else others).append(tensor)
+    return [*others, *map(flattened, joined.values())]
+
+
+def _whole_of(views: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensor that these are views of, where they fill it: there is nothing else in it."""
+    whole = views[0]._base
+    if whole is None or len(views) == 1:
+        return views
+    ends = whole.storage_offset()
+    for start, size in sorted((view.storage_offset(), view.numel()) for view in views):
+        if size and start != ends:
+            return views
+        ends += size
+    is_filled = ends == whole.storage_offset() + whole.numel() and whole.is_contiguous()
+    is_plain = all(view.is_contiguous() and view.dtype == whole.dtype for view in views)
+    return [whole] if is_filled and is_plain else views
 
 
 def _locals(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from engines.data.finite import FiniteGuard
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World
+from profiles.torch_compat import start_all_reduce
 
 
 class LossMean:
@@ -31,17 +32,21 @@ class LossMean:
     def begin(self, loss: Tensor) -> None:
         """Send this rank's loss of a step, before its last backward, where that is early enough."""
         if self._is_early:
-            self._sum = loss.clone()
-            self._work = dist.all_reduce(self._sum, async_op=True)
+            self._sum = loss / self._holders
+            self._work = start_all_reduce(self._sum)
 
-    def finish(self, loss: Tensor, *others: Tensor) -> Tensor:
-        """After the backward: the mean, nan where a gradient is not finite on some rank, and after
-        it the means of `others`, vectors that are sent with it. All ranks call it."""
+    def finish(self, loss: Tensor, extra: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """After the backward: the mean, nan where a gradient is not finite on some rank; and that
+        of a vector that is sent with it. All ranks call it."""
         if self._work is not None and self._sum is not None:
             self._work.wait()
-            mean, self._work, self._sum = self._sum / self._holders, None, None
-            return self._guard.marked(mean).reshape(1)
-        return self.of(torch.cat([self._guard.marked(loss).reshape(1), *others]))
+            mean, self._work, self._sum = self._sum, None, None
+            return self._guard.marked(mean), extra
+        marked = self._guard.marked(loss)
+        if extra is None:
+            return self.of(marked), None
+        means = self.of(torch.cat([marked.reshape(1), extra]))
+        return means[0], means[1:]
 
     def of(self, value: Tensor) -> Tensor:
         """The mean of a value that every rank has, in place; all ranks call it."""

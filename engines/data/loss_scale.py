@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engines.data.gradients import local_gradients
 from profiles.errors import PlanError
@@ -61,6 +61,10 @@ class LossScaler:
             self._multiply(self.scale)
             self._is_scaled = True
         return self.scale
+
+    def unscaled(self, loss: Tensor) -> Tensor:
+        """A loss that was multiplied by the scale, without it."""
+        return loss / self.scale if self.is_on else loss
 
     def unscale(self) -> None:
         """Divide the gradients by the scale, once all of them are there.

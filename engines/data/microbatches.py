@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 
 from engines.data.batch_structure import batch_topic
 from engines.data.coupled_rows import require_no_coupling
-from engines.data.hidden_outputs import every_tensor_in
 from engines.data.loader import ShardedLoader, length_topic, split_rows_evenly
 from engines.data.loss_rule import LossParts, LossWeight, weight_of
+from engines.data.loss_weight import WeightedBatch
 from engines.data.prefetch import CopiesAhead
 from engines.data.replica_batches import OwnRandomness
 from engines.data.same_rows import are_equal, fingerprint, print_of_whole, report_other_whole
@@ -33,7 +32,7 @@ from engines.runtime.world import (
 )
 from profiles.capture.batch.call import Batch
 from profiles.capture.batch.rows import batch_size, split_rows
-from profiles.capture.batch.tree import batch_tensors, describe, map_batch
+from profiles.capture.batch.tree import describe, map_batch
 from profiles.errors import BatchError, RankMismatchError
 from profiles.model.profile import ModelProfile
 
@@ -54,42 +53,6 @@ class _Cut:
     sizes: list[int]
     pieces: list[Batch]
     counts: list[float]
-
-
-class WeightedBatch:
-    """A rank's part of a batch in microbatches, whose weights follow from the counts of all ranks.
-
-    Attributes:
-        pieces: of this rank's rows. In a pipeline `weights` adds spare ones, for what others have.
-        waited_s: for the counts, since the forward began.
-    """
-
-    def __init__(
-        self, pieces: list[Batch], weigh: Callable[[], tuple[list[Batch], Tensor]]
-    ) -> None:
-        self.pieces = pieces
-        self._weigh = weigh
-        self._weights: Tensor | None = None
-        self.waited_s = 0.0
-
-    @property
-    def weights(self) -> Tensor:
-        """The weight of each mean loss: fp32, on the CPU. Waits for the counts of all ranks.
-
-        Raises:
-            BatchError: another rank could not use its part of the batch.
-            RankMismatchError: the first batches of ranks differ in structure.
-        """
-        if self._weights is None:
-            began = time.perf_counter()
-            spare, self._weights = self._weigh()
-            self.pieces += spare
-            self.waited_s = time.perf_counter() - began
-        return self._weights
-
-    def weight(self, index: int, scale: float = 1.0) -> Tensor:
-        """That of one of them, in losses that are multiplied by `scale`."""
-        return self.weights[index] * scale
 
 
 class MicrobatchCutter:
@@ -221,7 +184,7 @@ class MicrobatchCutter:
         of_rounds: int,
         own_rounds: int,
         is_training: bool,
-    ) -> tuple[list[Batch], Tensor]:
+    ) -> tuple[list[Batch], list[float]]:
         total, rows, failed, training, *sums = wait()
         if failed:
             refusals = self._refusals("")
@@ -244,18 +207,16 @@ class MicrobatchCutter:
         of_replicas = replicas / self._world.size  # the ranks of a replica have the same
         self.total = rows * of_replicas
         # Nothing to count anywhere (every label is padding, say) is a step without a gradient.
-        scale = replicas / (total * of_replicas) if total else 0.0
+        share = total / self._world.size or math.inf  # of a rank, in the mean
         if self._parts.is_sum:
-            scale = float(replicas)
+            share = 1 / replicas
         most = sum(1 for each in sums[:of_rounds] if each)
         if most:
             self._require_no_batch_norms(f"{self.total:.0f} rows leave microbatches without a row")
         spare = [
             self._borrowed(cut.rows) for _ in range((most - own_rounds) * self._plan.in_flight)
         ]
-        counts = [*cut.counts, *(0.0 for _ in spare)]
-        weights = torch.tensor([count * scale for count in counts], dtype=torch.float64)
-        return spare, weights.float()
+        return spare, [count / share for count in cut.counts] + [0.0] * len(spare)
 
     def _refusals(self, own: str) -> dict[int, str]:
         """Reasons of the ranks that could not use their part of the batch; `own` is this one's."""
@@ -331,20 +292,23 @@ class MicrobatchCutter:
         self._require_rule(batch)
         counts = [
             self._count(part, size)
-            for part, size in zip(split_rows(batch, sizes, self._dims), sizes, strict=True)
+            for part, size in zip(self._split(batch, sizes), sizes, strict=True)
         ]
         batch = self._move(batch)
         if rows and (self._spare is None or 0 in sizes or self._plan.pp > 1):
-            first = split_rows(batch, [1, rows - 1], self._dims)[0]
+            first = self._split(batch, [1, rows - 1])[0]
             # Copied: a view would keep its whole batch alive.
             self._spare = map_batch(torch.clone, first)
-        parts = split_rows(batch, sizes, self._dims)
         pieces = [
-            part if size else self._borrowed(rows) for part, size in zip(parts, sizes, strict=True)
+            part if size else self._borrowed(rows)
+            for part, size in zip(self._split(batch, sizes), sizes, strict=True)
         ]
         if self._require is not None:
             self._require(pieces)
         return _Cut(rows, sizes, pieces, counts)
+
+    def _split(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
+        return split_rows(batch, sizes, self._dims, rows=sum(sizes))
 
     def _sizes(self, rows: int) -> list[int]:
         """Rows of each microbatch. In a round of a pipeline all have the same number, but for those
@@ -417,27 +381,14 @@ class MicrobatchCutter:
 
     def _move(self, batch: Batch) -> Batch:
         """The batch on this rank's device, from whatever device it is on."""
-        if any(tensor.is_meta for tensor in batch_tensors(batch)):
-            raise BatchError(
-                "a tensor of the batch is on the meta device: it has a shape and no values",
-                where=describe(batch),
-                hints=["a meta sample is enough to plan; train on real batches"],
-            )
-        return map_batch(self.copies.moved, batch)
 
+        def moved(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                raise BatchError(
+                    "a tensor of the batch is on the meta device: it has a shape and no values",
+                    where=describe(batch),
+                    hints=["a meta sample is enough to plan; train on real batches"],
+                )
+            return self.copies.moved(tensor)
 
-def weighted(loss: Tensor, weight: Tensor) -> Tensor:
-    """The loss times its weight in the global mean, 0-d; 0 without weight, also where it is NaN.
-    `weight` is on the CPU: nothing waits for the device."""
-    loss = loss.reshape(())
-    if weight > 0:
-        return loss * weight
-    return loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
-
-
-def silence(output: object, weight: Tensor) -> None:
-    """Let no gradient into the output of a microbatch without weight: its mean over nothing may be
-    0 / 0, whose gradient is no number even where the loss is multiplied by 0."""
-    for tensor in every_tensor_in(output) if weight == 0 else ():
-        if tensor.requires_grad and type(tensor) is Tensor:
-            tensor.register_hook(torch.zeros_like)
+        return map_batch(moved, batch)

@@ -15,7 +15,7 @@ twice more, 8 bytes a parameter in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -146,11 +146,12 @@ class NoiseMeter:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def begin(self, weights: Tensor, *, samples: float, scale: float = 1.0) -> None:
+    def begin(self, weights: Sequence[float], *, samples: float, scale: float = 1.0) -> None:
         """A step of `samples` over all replicas; `weights` of this rank's microbatches, as
         `MicrobatchCutter.cut` gives them, in losses that are multiplied by `scale`. Gradients that
         are there already are of other samples: such a step is not measured."""
-        self._weights, self._scale, self._samples = weights.to(self._device), scale, samples
+        self._weights = torch.tensor(weights, dtype=torch.float32).to(self._device)
+        self._scale, self._samples = scale, samples
         self._is_on = samples > 0 and all(p.grad is None for p in self._parameters)
         self._norms, self._seen = [], []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,7 @@ class GuardingMixin:
     _is_pending: bool
     _is_unchecked: bool
     _learning: LearningParameters
-    _named: Callable[[], Iterable[tuple[str, nn.Parameter]]]
+    _named: Sequence[tuple[str, nn.Parameter]]
     _profile: ModelProfile
     _rng: SharedRng
     _runner: Callable[..., Any]
@@ -92,7 +92,7 @@ class GuardingMixin:
     def _check_unused(self) -> None:
         """Check after a backward what parameters it did not reach."""
         if isinstance(self._runner, DistributedDataParallel):
-            require_all_reduced(self._named(), self._profile)
+            require_all_reduced(self._named, self._profile)
         elif isinstance(self.module, FSDPModule):
             drop_unused(self.module, self._profile)
 
@@ -115,7 +115,7 @@ class GuardingMixin:
         is_due = self.step < FIRST_STEPS or self.step % DEFAULT_EVERY == 0
         if split is None or self._mesh.tp.size == 1 or self._world.is_fake or not is_due:
             return
-        whole = [(n, p) for n, p in self._named() if n not in split.slices]
+        whole = [(n, p) for n, p in self._named if n not in split.slices]
         device = self._world.device
         require_alike(whole, self._mesh.tp, device=device, step=self.step + 1)
 
@@ -140,7 +140,7 @@ class GuardingMixin:
         if self.plan.pp == 1 and not self.plan.compile:
             try:
                 with torch.no_grad(), self._rng.shared(), nonfinite_output(self.module) as outputs:
-                    losses = [self._loss(piece, partial(torch.ones, ())) for piece in pieces]
+                    losses = [self._loss(piece, lambda: 1.0) for piece in pieces]
             except Exception:  # the first error says more than that of a second run
                 outputs, losses = [], []
         if element:
@@ -154,7 +154,7 @@ class GuardingMixin:
     def _finish_pending(self) -> None:
         raise NotImplementedError
 
-    def _loss(self, piece: Batch, weigh: Callable[[], Tensor]) -> Tensor:
+    def _loss(self, piece: Batch, weigh: Callable[[], float]) -> Tensor:
         raise NotImplementedError
 
 
@@ -165,6 +165,6 @@ def _before_other_update(
     model = reference()
     if model is None or not model._is_pending or optimizer is model.optimizer:
         return
-    own = {id(parameter) for _, parameter in model._named()}
+    own = {id(parameter) for _, parameter in model._named}
     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         model._before_update()

@@ -28,7 +28,8 @@ from engines.data.loader import ShardedLoader
 from engines.data.loss_mean import LossMean
 from engines.data.loss_rule import LossParts, LossWeight
 from engines.data.loss_scale import LossScaler
-from engines.data.microbatches import MicrobatchCutter, WeightedBatch, silence, weighted
+from engines.data.loss_weight import WeightedBatch, silence, weighted
+from engines.data.microbatches import MicrobatchCutter
 from engines.data.noise_scale import NoiseMeter
 from engines.data.replica_checksums import ReplicaChecksums
 from engines.data.replicas import sum_gradients
@@ -154,20 +155,18 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._profile = profile
         self._world, self._job = world, job or world
         self._mesh, self._layout = mesh, layout
-        self._loss_fn = loss_fn
-        self._max_grad_norm = max_grad_norm
+        self._loss_fn, self._max_grad_norm = loss_fn, max_grad_norm
         self.loss_scaler = scaler
         self._autocast_to = autocast_to
         self._seed = seed
-        self._pipeline = pipeline
-        self._split = split
+        self._pipeline, self._split = pipeline, split
         self._noise = noise
         self._context = context
         self._experts = experts
         self._rng = SharedRng(mesh.tp, world.device, is_uneven=layout.is_uneven)
         is_wrapped = isinstance(runner, DistributedDataParallel)
         overlaps = exchanges_gradients_alone(runner, plan, world)
-        named = tuple(module.named_parameters())
+        named = self._named = tuple(module.named_parameters())
         # DDP exchanges what learns by now; a parameter that begins to later is averaged here.
         by_engine = {
             n for n, p in named if (is_wrapped and p.requires_grad) or isinstance(p, DTensor)
@@ -186,9 +185,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             require=context.require if context is not None else require,
             overlaps=overlaps,
         )
-        # DDP holds on to its parameters, FSDP2 puts others in their place; walks take time.
-        self._named = (lambda: named) if is_wrapped else module.named_parameters
-        self._finite = FiniteGuard(module, self._named, world, on_nonfinite, scaler)
+        self._finite = FiniteGuard(module, named, world, on_nonfinite, scaler, is_wrapped)
         self._statistics = StatisticsBroadcast(
             module, world.device, mesh.replicas, is_on=not plan.sync_batch_norm
         )
@@ -315,7 +312,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
             self._noise.begin(microbatches.weights, samples=self._cutter.total, scale=scale)
         self._finite.begin()
         with self._rng.shared():
-            total = self._run_microbatches(microbatches, scale) / scale
+            total = self._run_microbatches(microbatches, scale)
         self._rank_timer.note_wait(microbatches.waited_s)
         self._statistics.finish()
         self._finish_gradients()
@@ -324,13 +321,12 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._check_unused()
         self._note_changed_buffers()
         self.steps.pace = self._rank_timer.compare() or self.steps.pace
-        of_noise = () if self._noise is None else (self._noise.parts(),)
-        means = self._loss_mean.finish(total, *of_noise)
-        mean = means[0]
+        of_noise = None if self._noise is None else self._noise.parts()
+        mean, of_noise = self._loss_mean.finish(total, of_noise)
         origin = partial(self._origin, microbatches.pieces)
         passes = self._finite.passes(mean, total, step=self.step + 1, origin=origin)
-        if passes and self._noise is not None:
-            self._noise.note(means[1:])
+        if passes and self._noise is not None and of_noise is not None:
+            self._noise.note(of_noise)
         return mean
 
     @rank_error_context("averaging the loss")
@@ -348,7 +344,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         weights, pieces = microbatches.weights, microbatches.pieces
         with self._rng.shared():
             if self._pipeline is not None:
-                total += self._pipeline.evaluate(pieces, weights.unbind())
+                total += self._pipeline.evaluate(pieces, weights)
                 start_over(self.module, self.plan)  # forwards of stages end early
                 pieces = []
             for index, piece in enumerate(pieces):
@@ -390,7 +386,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._finish_pending()
         return full_gradients(self.module, self._layout)
 
-    def _loss(self, piece: Batch, weigh: Callable[[], Tensor]) -> Tensor:
+    def _loss(self, piece: Batch, weigh: Callable[[], float]) -> Tensor:
         """Compute the weighted loss of a microbatch: the mean over the ranks that have its rows."""
         if self._context is not None:
             return weighted(self._context.loss(self._run_forward, piece, self._loss_fn), weigh())
@@ -406,19 +402,20 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         total = torch.zeros((), device=self._world.device)
         with explained_recompute(self.plan):
             if self._pipeline is not None:
-                weights = (microbatches.weights * scale).unbind()
-                return total + self._pipeline.forward_backward(
+                weights = [weight * scale for weight in microbatches.weights]
+                loss = self._pipeline.forward_backward(
                     microbatches.pieces, weights, around_round=self._backward_mode
                 )
+                return total + self.loss_scaler.unscaled(loss)
             last = len(microbatches.pieces) - 1
             for index, piece in enumerate(microbatches.pieces):
                 with self._backward_mode(index == last), self._measured_noise(index):
                     weigh = partial(microbatches.weight, index, scale)
                     loss = with_gradient(self._loss(piece, weigh))
-                    total += loss.detach()
+                    total += self.loss_scaler.unscaled(loss.detach())
                     if index == last:
                         self._statistics.begin()
-                        self._loss_mean.begin(total / scale)
+                        self._loss_mean.begin(total)
                     loss.backward()
         return total
 

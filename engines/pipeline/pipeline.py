@@ -119,7 +119,7 @@ class Pipeline:
     def forward_backward(
         self,
         pieces: Sequence[Batch],
-        weights: Sequence[Tensor],
+        weights: Sequence[float],
         *,
         around_round: Callable[[bool], AbstractContextManager[None]],
     ) -> Tensor:
@@ -160,7 +160,7 @@ class Pipeline:
             if not has_gradient(parameter):
                 parameter.grad = None
 
-    def evaluate(self, pieces: Sequence[Batch], weights: Sequence[Tensor]) -> Tensor:
+    def evaluate(self, pieces: Sequence[Batch], weights: Sequence[float]) -> Tensor:
         """The losses alone, as `forward_backward` returns them."""
         total, in_flight = torch.zeros((), device=self._device), self._plan.in_flight
         with self._step():

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from engines.blocks.autocast import as_fp32, autocast
 from engines.blocks.forward_state import ForwardState
-from engines.data.microbatches import silence, weighted
+from engines.data.loss_weight import silence, weighted
 from engines.pipeline.recording import Recording
 from engines.pipeline.replay import Replay
 from engines.pipeline.segments import Segment
@@ -30,15 +30,15 @@ class Round:
     """The microbatches in flight, the same on every stage.
 
     Attributes:
-        weights: of each one's mean loss in the loss of the step, on the CPU.
+        weights: of each one's mean loss in the loss of the step.
         states: of each one that a stage of this rank has run; where there are several.
     """
 
     pieces: Sequence[Batch] = ()
-    weights: Sequence[Tensor] = field(default_factory=tuple)
+    weights: Sequence[float] = ()
     states: dict[int, ForwardState] = field(default_factory=dict)
 
-    def begin(self, pieces: Sequence[Batch] = (), weights: Sequence[Tensor] = ()) -> None:
+    def begin(self, pieces: Sequence[Batch] = (), weights: Sequence[float] = ()) -> None:
         self.pieces, self.weights = pieces, weights
         self.states.clear()
 

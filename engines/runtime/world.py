@@ -31,7 +31,7 @@ from engines.runtime.failures import name_ranks as name_ranks
 from engines.runtime.heartbeat import end_heartbeat, is_beating
 from engines.runtime.rendezvous import attempt_store
 from profiles.errors import InputError, PlanMismatchError, RankError
-from profiles.torch_compat import bound_waits, default_store
+from profiles.torch_compat import bound_waits, default_store, start_all_reduce
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -275,7 +275,7 @@ def _reduce(
         return lambda: values
     on_cpu = "gloo" in str(dist.get_backend_config(group))
     tensor = torch.tensor(values, dtype=torch.float64, device="cpu" if on_cpu else world.device)
-    work = dist.all_reduce(tensor, op=operation, group=group, async_op=True)
+    work = start_all_reduce(tensor, operation, group)
 
     def finish() -> list[float]:
         if work is not None:  # of fake groups there is none

@@ -66,6 +66,20 @@ def is_tcp(store: dist.Store) -> bool:
     return isinstance(getattr(store, "_underlying_non_prefix_store", store), dist.TCPStore)
 
 
+def start_all_reduce(
+    tensor: torch.Tensor,
+    operation: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """`dist.all_reduce(async_op=True)` of a few numbers, without its checks of the arguments: they
+    take as long as the sending. The work, or None of groups that have none."""
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = operation, True
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    return group.allreduce([tensor], options)
+
+
 def register_fake_groups() -> None:
     """Make torch's process groups without other ranks known to it, as the backend "fake"."""
     from torch.testing._internal.distributed import fake_pg
@@ -253,6 +267,13 @@ def map_leaves(function: Callable[[object], object], tree: Tree) -> Tree:
 def tensors_in(tree: object) -> list[torch.Tensor]:
     """The tensors in tuples, lists, dicts and registered data classes, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of the elements of dense tensors of one dtype, one after the other."""
+    from torch._utils import _flatten_dense_tensors
+
+    return cast(torch.Tensor, _flatten_dense_tensors(tensors))
 
 
 def flatten(tree: object) -> tuple[list[object], object]:
