@@ -50,13 +50,18 @@ class Pair:
 
     Attributes:
         tables: layers with a column for every head, which bias the scores of attention.
-        heads: of the queries; 1 where the features have none.
+        counts: of heads of the columns, from few to many; 1 where the features have none.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     tables: tuple[str, ...] = ()
-    heads: int = 1
+    counts: tuple[int, ...] = (1,)
+
+    @property
+    def heads(self) -> int:
+        """Heads of the queries."""
+        return self.counts[-1]
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -227,7 +232,7 @@ class _PairCosts(NamedTuple):
     @property
     def pair(self) -> Pair:
         columns, rows, tables = (tuple(layer.path for layer in part) for part in self)
-        return Pair(columns, rows, tables, max(layer.heads for layer in self.columns))
+        return Pair(columns, rows, tables, tuple(sorted({layer.heads for layer in self.columns})))
 
 
 def _pairs(layers: Sequence[LayerCost], given: frozenset[int]) -> Iterator[_PairCosts]:

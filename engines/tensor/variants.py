@@ -87,21 +87,29 @@ def _whole_numbers(module: nn.Module) -> dict[str, int]:
 
 
 def _counts(pair: Pair, unit: nn.Module, widths: set[int], size: int) -> list[Counts]:
-    """Attributes that may count a rank's share: none, heads, both, features, or one alone."""
+    """Attributes that may count a rank's share: none, heads, both, features, or one alone; then
+    those that count heads by their values, whatever their names."""
     heads: Counts = {}
     wide: Counts = {}
     both: Counts = {}
+    valued: Counts = {}
     for path in _around(pair):
         numbers = _whole_numbers(unit.get_submodule(path))
         counts = {name: value for name, value in numbers.items() if value % size == 0}
         of_heads = {n for n in counts if "head" in n and "size" not in n and "dim" not in n}
         of_width = {n for n, value in counts.items() if value in widths} - of_heads
-        for chosen, names in ((heads, of_heads), (wide, of_width), (both, of_heads | of_width)):
+        by_value = {name for name, value in counts.items() if value in pair.counts}
+        for chosen, names in (
+            (heads, of_heads),
+            (wide, of_width),
+            (both, of_heads | of_width),
+            (valued, of_heads | by_value),
+        ):
             if names:
                 chosen[path] = tuple(sorted(names))
     choices: list[Counts] = []
     alone: list[Counts] = [{path: (name,)} for path, names in both.items() for name in names]
-    for choice in ({}, heads, both, wide, *alone):
+    for choice in ({}, heads, both, wide, *alone, valued):
         if choice not in choices:
             choices.append(choice)
     return choices

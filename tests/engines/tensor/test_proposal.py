@@ -34,6 +34,10 @@ def test_counted_heads_are_counted_anew() -> None:
     assert of_block(units.CountedHeads()) == {**HEADS, "": "sizes(num_heads)"}
 
 
+def test_heads_are_counted_by_their_number_where_no_name_says_so() -> None:
+    assert of_block(units.ShortNames()) == {**HEADS, "": "sizes(h+kv)"}
+
+
 def test_fused_heads_are_three_packs() -> None:
     assert of_block(units.FusedHeads()) == {"qkv": "column/3", "o": "row"}
 

@@ -50,6 +50,25 @@ class CountedHeads(Attention):
         return x.view(x.shape[0], -1, self.num_heads, self.width_of_head).transpose(1, 2)
 
 
+class ShortNames(Attention):
+    """Fewer keys than queries; the numbers of both are attributes, by letters."""
+
+    def __init__(self) -> None:
+        super().__init__(heads=8, kv_heads=2)
+        self.h, self.kv, self.d = 8, 2, self.width_of_head
+        del self.width_of_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, self.h, self.d).transpose(1, 2)
+        k = self.k(x).view(b, t, self.kv, self.d).transpose(1, 2)
+        v = self.v(x).view(b, t, self.kv, self.d).transpose(1, 2)
+        k, v = (each.repeat_interleave(self.h // self.kv, 1) for each in (k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.o(mixed.transpose(1, 2).reshape(b, t, self.h * self.d))
+        return x + out
+
+
 class CountedGroups(Attention):
     """Llama's way: how many queries share a key, and how many keys there are, are attributes."""
 
