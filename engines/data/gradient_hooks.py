@@ -117,7 +117,7 @@ def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     for hook in before:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
-    values, kept = parameter.data, parameter.grad
+    values, left = parameter.data, parameter.grad
     parameter.data, parameter.grad = values.clone(), gradient.clone()
     try:
         for hook in after:
@@ -126,4 +126,4 @@ def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
             raise _SteppedError
         return parameter.grad
     finally:
-        parameter.data, parameter.grad = values, kept
+        parameter.data, parameter.grad = values, left
