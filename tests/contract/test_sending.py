@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from advisor.cost import Estimate, estimate
 from advisor.cost.communication.aggregation import buffer_share
 from engines.apply import apply_plan
+from engines.data import loss_mean
 from engines.optional.aggregation.aggregate import aggregate
 from engines.plan import Aggregation, Plan
+from engines.runtime import world
 from profiles.capture.capture import capture
 from profiles.machine.cluster import Collective
 from profiles.model.profile import ModelProfile, Numerics
@@ -36,22 +41,33 @@ PLANS = (
     "compression=powersgd compression_rank=3 accumulation=2",
 )
 Sums = Counter[Collective]
+CALLED_AS = (
+    (dist, "all_reduce"),
+    (loss_mean, "start_all_reduce"),
+    (world, "start_all_reduce"),
+)
+"""All-reduces of hooks, and those of a step's few numbers."""
 
 
 class _Reductions:
     """The bytes of all-reduces that Python calls, in whatever thread."""
 
     def __enter__(self) -> _Reductions:
-        self.total_bytes, self._called = 0, dist.all_reduce
-        dist.all_reduce = self._all_reduce
+        self.total_bytes, self._patches = 0, ExitStack()
+        for owner, name in CALLED_AS:
+            counted = self._counted(getattr(owner, name))
+            self._patches.enter_context(mock.patch.object(owner, name, counted))
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.all_reduce = self._called
+        self._patches.close()
 
-    def _all_reduce(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.total_bytes += tensor.nbytes
-        return self._called(tensor, *args, **kwargs)
+    def _counted(self, called: Callable[..., Any]) -> Callable[..., Any]:
+        def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.total_bytes += tensor.nbytes
+            return called(tensor, *args, **kwargs)
+
+        return all_reduce
 
 
 def _plan(words: str) -> Plan:
