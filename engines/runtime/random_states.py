@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from typing import Any
 
@@ -11,36 +10,17 @@ import torch
 
 from profiles.errors import FileError
 
-_WORDS = 625
-"""Of numpy's Mersenne twister, of 32 bits: its numbers and the place in them."""
-_numpy_before: tuple[bytes, Any] = b"", None
-
 
 def random_states(device: torch.device | None = None) -> dict[str, Any]:
     """The states of all global generators; that of `device` too where it has its own."""
     states: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": _numpy_state(),
+        "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
     if device is not None and device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def _numpy_state() -> Any:
-    """As `np.random.get_state()`, which copies number by number: 100 us, before every step. A state
-    whose memory is as it was has not changed, unless half of a pair of normal ones waits in it."""
-    global _numpy_before
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
-        return np.random.get_state()
-    memory = ctypes.string_at(generator.ctypes.state_address, 4 * _WORDS)
-    before, state = _numpy_before
-    if memory != before or state[3]:
-        state = np.random.get_state()
-        _numpy_before = memory, state
-    return state
 
 
 def seed_all(seed: int) -> None:
