@@ -282,8 +282,8 @@ class CostContext:
                 )
             return with_recompute(passes, plan.recompute, self.stack)
 
-        has_hooks = self.stack.states is None
-        times = timed(loads, is_sharded=has_hooks and plan.data_parallel.is_sharded)
+        has_hooks = self.stack.states is None and plan.data_parallel.is_sharded
+        times = timed(loads, is_sharded=has_hooks)
         error = anchored.compute_error(cluster, dtype)
         is_split = plan.tp * plan.cp * plan.ep > 1  # what was measured are whole units
         kind = self.numerics(plan)

@@ -352,7 +352,8 @@ def _from_factory(text: str, samples: int, sequence_length: int | None) -> Loade
 def _made(text: str) -> tuple[Any, ...]:
     """Result of a factory: (module,), (module, sample) or (module, sample, loss_fn)."""
     module_name, attribute = _factory_name(text)
-    target = user_code.attribute(user_code.import_module(module_name), attribute)
+    module = user_code.import_module(module_name)
+    target = user_code.attribute(module, attribute, called=module_name)
     from torch import nn
 
     made = user_code.call(text, target) if _is_factory(target, nn.Module) else target

@@ -81,6 +81,7 @@ def _existing(name: str) -> Path:
         return path
     near = near_misses(path.name, [file.name for file in path.parent.glob("*.py")])
     hints = [f"did you mean `{Path(name).parent / item}`?" for item in near]
+    hints = hints or [f"it is looked for from {Path.cwd()}"]
     raise ModelError(f"there is no file `{name}`", hints=hints)
 
 
@@ -106,8 +107,8 @@ def _search_current_folder() -> None:
     importlib.invalidate_caches()
 
 
-def attribute(module: ModuleType, name: str) -> object:
-    """Look up a dotted name in a module.
+def attribute(module: ModuleType, name: str, *, called: str) -> object:
+    """Look up a dotted name in a module, which the user `called` by its name or file.
 
     Raises:
         ModelError: there is none; the near miss is named.
@@ -120,12 +121,12 @@ def attribute(module: ModuleType, name: str) -> object:
             own = [key for key, item in vars(value).items() if _is_candidate(key, item, module)]
             near = near_misses(part, own)
             hint = (
-                "did you mean " + " or ".join(f"`{module.__name__}:{item}`" for item in near) + "?"
+                "did you mean " + " or ".join(f"`{called}:{item}`" for item in near) + "?"
                 if near
                 else f"it has: {', '.join(own) or 'no function or class of its own'}"
             )
             raise ModelError(
-                f"`{module.__name__}` has no `{name}`",
+                f"`{called}` has no `{name}`",
                 where=shown_path(getattr(module, "__file__", None)),
                 hints=[hint],
             ) from None

@@ -1,7 +1,8 @@
 """`python -m tests.benchmarks.shard_host`: host time of FSDP2's hooks and of AdamW on its shards.
 
 Small layers in one process, plain and sharded over a group of one rank: what sharding adds is
-Python code. `unit_times` and `rates` of `advisor.cost.compute` have these figures in launches.
+Python code. AdamW goes tensor by tensor, or through lists of them (`foreach`). `unit_times` and
+`rates` of `advisor.cost.compute` have these figures in launches.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def sharded(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-def seconds(model: nn.Module, x: Tensor) -> tuple[float, float]:
+def seconds(model: nn.Module, x: Tensor, *, in_lists: bool = False) -> tuple[float, float]:
     """Of a forward and backward, and of the optimizer's step: medians."""
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=in_lists)
     passes, updates = [], []
     for _ in range(WARM_UP + STEPS):
         began = time.perf_counter()
@@ -63,11 +64,14 @@ def main() -> int:
     for units, parameters in SHAPES:
         plain, plain_update = seconds(layers(units, parameters), x)
         whole, update = seconds(sharded(layers(units, parameters)), x)
+        _, listed = seconds(layers(units, parameters), x, in_lists=True)
+        _, listed_shards = seconds(sharded(layers(units, parameters)), x, in_lists=True)
         tensors = units * parameters
         sys.stdout.write(
             f"{units} units of {parameters}: hooks {(whole - plain) / units * 1e6:.0f} us a unit;"
             f" AdamW {plain_update / tensors * 1e6:.0f} us a tensor,"
-            f" {update / tensors * 1e6:.0f} a shard\n"
+            f" {update / tensors * 1e6:.0f} a shard, in lists {listed / tensors * 1e6:.0f} and"
+            f" {listed_shards / tensors * 1e6:.0f}\n"
         )
     dist.destroy_process_group()
     return 0

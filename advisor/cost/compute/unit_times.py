@@ -292,8 +292,8 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
     It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones. A
     processor updates tensor by tensor, which takes the host longer than a small tensor's bytes; an
     accelerator's lists of tensors do not, but for shards, which the host takes apart while the
-    device works. Adafactor goes tensor by tensor on both, and waits for
-    two norms of each (torch/optim/_adafactor.py): 170 to 370 us a tensor in steps on an H200.
+    device works. Adafactor goes tensor by tensor on both, and waits for two norms of each
+    (torch/optim/_adafactor.py): 170 to 370 us a tensor in steps on an H200.
     """
     if plan.offload.states and device.kind != "cpu":
         return update.moved_bytes / (HOST_BANDWIDTH_BYTES_PER_S / ranks)

@@ -274,6 +274,11 @@ class TestFactoryInAFile:
         ):
             require_model("scripts/trian.py:Tokens")
 
+    def test_has_another_function_by_its_path(self, write: Write) -> None:
+        write("scripts/train.py", TOKEN_MODEL)
+        with pytest.raises(ModelError, match=r"did you mean `scripts/train\.py:Tokens`"):
+            load("scripts/train.py:Token")
+
     def test_whose_name_is_taken_is_refused(self, write: Write) -> None:
         write("scripts/json.py", TOKEN_MODEL)
         with pytest.raises(ModelError, match="another module is called `json`"):
