@@ -20,7 +20,7 @@ from engines.plan import Plan
 from profiles.workload.new_memory import mapped
 
 # Holes over the bytes of tensors that come and go in a step: about the median of 18 steps of 9
-# models, and the ends of most (`python -m tests.benchmarks.heap`).
+# models, 0.20 to 0.61 (`python -m tests.benchmarks.heap`); other models have had up to 1.2.
 HOLES, FEWEST_HOLES, MOST_HOLES = 0.45, 0.25, 1.0
 
 
