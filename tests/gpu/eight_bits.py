@@ -21,13 +21,17 @@ from engines.parallel.parity import largest_difference
 from tests.engines.cases import Case as ExactCase
 from tests.gpu.case import Case
 from tests.gpu.exactness import MODELS, ROWS
+from tests.gpu.gains import MODELS as MODELS_OF_GAINS
+from tests.gpu.gains import OF_PROGRAMS
 from tests.gpu.predict import OPTIMIZERS
 from tests.gpu.results import Row, Unit
 from tests.gpu.setting import LeftOutError, Setting
-from tests.gpu.subjects import SUBJECTS, Subject, fill
-from tests.gpu.training import Variant, built, plan_of, there
+from tests.gpu.subjects import Subject, fill
+from tests.gpu.training import EVERY, Variant, built, plan_of, there
 
 TURNS = 5
+OF_16_BITS = ("precision=bf16", "precision=bf16 compile=true")
+OF_8_BITS = ("precision=fp8", "precision=fp8 compile=true")
 EXACT = 1e-6
 ROUNDED = 0.01  # gradients beside bf16's differ by more, or nothing was rounded to 8 bits
 
@@ -46,15 +50,11 @@ def gain_cases(*, is_small: bool) -> list[Case]:
     """Of part e: our step over the one by hand."""
     if is_small:
         return []
+    pairs = [(name, text) for name in MODELS_OF_GAINS for text in (*OF_16_BITS, *OF_8_BITS)]
+    pairs += [(name, OF_16_BITS[0]) for name in OF_PROGRAMS]
     return [
         Case(f"over one by hand: {name}, {text}", functools.partial(_over, name, text), 120.0)
-        for name in ("gpt-350m", "gpt-1.3b")
-        for text in (
-            "precision=bf16",
-            "precision=bf16 compile=true",
-            "precision=fp8",
-            "precision=fp8 compile=true",
-        )
+        for name, text in pairs
     ]
 
 
@@ -134,7 +134,7 @@ def _over(name: str, text: str, setting: Setting) -> Iterator[Row]:
 
 def _turns(name: str, text: str, setting: Setting) -> list[list[float]]:
     """Seconds of our step and of one by hand, in turns: clocks and heat are the same for both."""
-    subject, variant = SUBJECTS[name], Variant(text)
+    subject, variant = EVERY[name], Variant(text)
     plan = plan_of(setting, subject, variant)
     in_eight_bits = plan.precision.product_dtype != plan.precision.dtype
     if in_eight_bits:

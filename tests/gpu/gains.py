@@ -19,11 +19,12 @@ from tests.gpu.case import Case
 from tests.gpu.predict import EXACT, Predicted, allocated, predicted
 from tests.gpu.results import Row, Unit
 from tests.gpu.setting import WARM_UP, LeftOutError, Setting
-from tests.gpu.subjects import SMALL, SUBJECTS, Subject, captured, fill, gpt_of
-from tests.gpu.training import Step, Variant, measured, predictions
+from tests.gpu.subjects import SMALL, Subject, captured, fill, gpt_of
+from tests.gpu.training import EVERY, Step, Variant, measured, predictions
 
 BASE = Variant("precision=bf16")
 SMALL_BASE = Variant()
+SHARDED = "shards of one rank"
 CHANGES: dict[str, Variant] = {
     "compile": Variant("precision=bf16 compile=true"),
     "fused optimizer": Variant("precision=bf16", "adamw fused"),
@@ -33,12 +34,14 @@ CHANGES: dict[str, Variant] = {
     "activations in main memory": Variant("precision=bf16 offload=activations"),
     "optimizer states in main memory": Variant("precision=bf16 offload=optimizer"),
     "states in main memory, prefetched": Variant("precision=bf16 zero=3 offload=states"),
-    "shards of one rank": Variant("precision=bf16 zero=3"),
+    SHARDED: Variant("precision=bf16 zero=3"),
     "compile and full recompute": Variant("precision=bf16 compile=true recompute=full"),
     "products in 8 bits, compiled": Variant("precision=fp8 compile=true"),
     "products in 8 bits": Variant("precision=fp8"),
 }
 MODELS = ("gpt-350m", "gpt-1.3b")
+# Of small models, where launches and hooks of Python are most of a step.
+OF_PROGRAMS = ("letters, GPT of 11 M", "ViT, 3 M")
 SMALL_CHANGES = {
     "loss in 2 chunks": Variant("loss_chunks=2"),
     "products in 8 bits": Variant("precision=fp8"),
@@ -50,15 +53,17 @@ GRAPHED_ROWS = 4
 
 def cases(*, is_small: bool) -> list[Case]:
     changes, models = (SMALL_CHANGES, ("gpt, small",)) if is_small else (CHANGES, MODELS)
+    pairs = [(name, change) for name in models for change in changes]
+    if not is_small:
+        pairs += [(name, SHARDED) for name in OF_PROGRAMS]
     every = [
         Case(
             f"{name}: {change}",
-            functools.partial(_run, name, variant),
+            functools.partial(_run, name, changes[change]),
             limit_s=120.0,
             is_small=is_small,
         )
-        for name in models
-        for change, variant in changes.items()
+        for name, change in pairs
     ]
     return [*every[:3], Case("small gpt: CUDA graph", _graph, is_small=is_small), *every[3:]]
 
@@ -81,7 +86,7 @@ def _plain(setting: Setting) -> Variant:
 
 
 def _subject(setting: Setting, name: str) -> Subject:
-    return (SMALL if setting.is_small else SUBJECTS)[name]
+    return (SMALL if setting.is_small else EVERY)[name]
 
 
 def _run(name: str, variant: Variant, setting: Setting) -> Iterator[Row]:
@@ -107,7 +112,7 @@ def predicted_again(setting: Setting) -> dict[str, Callable[[], tuple[Predicted,
     """Of every case with a change, by its name."""
     return {
         f"{name}: {change}": functools.partial(_both, setting, name, variant)
-        for name in MODELS
+        for name in (*MODELS, *OF_PROGRAMS)
         for change, variant in CHANGES.items()
     }
 

@@ -29,8 +29,8 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 }
 """By the names of `profiles.workload.optimizers`; fused kernels are the stack's affair."""
 # Exact products, as `tests.gpu.setting` has them: cuDNN's default rounds fp32 to TF32.
+ROUNDED = TORCH
 EXACT = TORCH.model_copy(update={"tf32_convolutions": False})
-FUSED = EXACT.model_copy(update={"name": "torch, fused optimizer", "fused_optimizer": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def predicted(
     """
     name, _, kind = optimizer.partition(" ")
     if kind == "fused":
-        stack = FUSED
+        stack = stack.model_copy(update={"name": f"{stack.name}, fused", "fused_optimizer": True})
 
     workload = workload_of(plan, profile, name)
 

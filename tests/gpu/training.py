@@ -24,12 +24,15 @@ from profiles.capture.batch.tree import map_batch
 from profiles.errors import PlanError
 from tests.gpu.case import Case
 from tests.gpu.predict import (
+    EXACT,
     OPTIMIZERS,
+    ROUNDED,
     Predicted,
     allocated,
     predicted,
     reserved,
 )
+from tests.gpu.programs import PROGRAMS
 from tests.gpu.results import Row, Unit
 from tests.gpu.setting import WARM_UP, DeviceMemory, LeftOutError, Setting
 from tests.gpu.subjects import SMALL, SUBJECTS, Subject, captured, fill, filled_in_place
@@ -40,15 +43,22 @@ STEPS, STEPS_S = 8, 4.0  # at most; two in any case
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A plan of one device, an optimizer, and the share of the subject's rows."""
+    """A plan of one device, an optimizer, and the share of the subject's rows.
+
+    Attributes:
+        tf32: convolutions and recurrent layers in fp32 round to TF32, as cuDNN does unless told.
+    """
 
     settings: str = ""
     optimizer: str = "adamw"
     share: float = 1.0
+    tf32: bool = False
 
     def __str__(self) -> str:
         words = [self.settings or "fp32", self.optimizer]
-        return ", ".join([*words, f"{self.share:g} x rows"] if self.share != 1 else words)
+        words += [f"{self.share:g} x rows"] if self.share != 1 else []
+        words += ["convolutions in TF32"] if self.tf32 else []
+        return ", ".join(words)
 
 
 TERMS: dict[str, tuple[Unit, Callable[[Estimate], float]]] = {
@@ -65,7 +75,10 @@ VARIANTS = (
     Variant("recompute=full", "adamw", 0.5),
 )
 UNSEEN_VARIANT = VARIANTS[0]
-EVERY = SUBJECTS | UNSEEN
+PROGRAM_VARIANTS = (VARIANTS[0], Variant("", "sgd-momentum"))
+IN_TF32 = Variant("", "sgd-momentum", tf32=True)
+CONVOLVE = ("ResNet-18", "inverted bottlenecks", "GRU tagger", "denoiser")
+EVERY = SUBJECTS | UNSEEN | PROGRAMS
 SMALL_VARIANTS = (Variant("accumulation=2"),)
 
 
@@ -83,7 +96,10 @@ def cases(*, is_small: bool) -> list[Case]:
     subjects = SMALL if is_small else SUBJECTS
     variants = SMALL_VARIANTS if is_small else VARIANTS
     every = [(name, variant) for variant in variants for name in subjects]
-    every += [] if is_small else [(name, UNSEEN_VARIANT) for name in UNSEEN]
+    if not is_small:
+        every += [(name, UNSEEN_VARIANT) for name in UNSEEN]
+        every += [(name, variant) for variant in PROGRAM_VARIANTS for name in PROGRAMS]
+        every += [(name, IN_TF32) for name in CONVOLVE]
     return [
         Case(f"{name}: {variant}", functools.partial(_run, name, variant), is_small=is_small)
         for name, variant in every
@@ -94,7 +110,7 @@ def predicted_again(setting: Setting) -> dict[str, Callable[[], Predicted]]:
     """Of every case, by its name."""
     return {
         f"{name}: {variant}": functools.partial(predictions, setting, subject, name, variant)
-        for variant in VARIANTS
+        for variant in (*VARIANTS, *PROGRAM_VARIANTS, IN_TF32)
         for name, subject in EVERY.items()
     }
 
@@ -123,7 +139,8 @@ def predictions(setting: Setting, subject: Subject, name: str, variant: Variant)
     """Estimates of a step under a variant."""
     profile = captured(subject, name, on_processor=not setting.is_cuda)
     plan = plan_of(setting, subject, variant)
-    return predicted(plan, profile, setting.machines(), optimizer=variant.optimizer)
+    stack = ROUNDED if variant.tf32 else EXACT
+    return predicted(plan, profile, setting.machines(), optimizer=variant.optimizer, stack=stack)
 
 
 def plan_of(setting: Setting, subject: Subject, variant: Variant) -> Plan:
@@ -133,6 +150,7 @@ def plan_of(setting: Setting, subject: Subject, variant: Variant) -> Plan:
 
 def measured(setting: Setting, subject: Subject, name: str, variant: Variant) -> Step:
     """The steps of a model under a variant."""
+    torch.backends.cudnn.allow_tf32 = variant.tf32
     plan = plan_of(setting, subject, variant)
     setting.release()
     memory = DeviceMemory(setting)
