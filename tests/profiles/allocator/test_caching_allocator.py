@@ -147,16 +147,18 @@ def test_random_requests_never_overlap_and_are_accounted_for(
 def test_it_reserves_what_cuda_reserves(seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() == 0
+    before = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved())  # of other tests
     simulated = CachingAllocator()
     live: list[tuple[int, torch.Tensor]] = []
-    for _ in range(300):
-        if live and torch.rand((), generator=draw) < 0.45:
-            number = int(torch.randint(len(live), (), generator=draw))
-            simulated.free(live.pop(number)[0])
-        else:
-            nbytes = int(2 ** (8 + 18 * torch.rand((), generator=draw).item()))
-            address = simulated.allocate(nbytes)
-            live.append((address, torch.empty(nbytes, dtype=torch.uint8, device="cuda")))
-        assert torch.cuda.memory_allocated() == simulated.allocated_bytes
-        assert torch.cuda.memory_reserved() == simulated.reserved_bytes
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):  # no block of an earlier test is reused
+        for _ in range(300):
+            if live and torch.rand((), generator=draw) < 0.45:
+                number = int(torch.randint(len(live), (), generator=draw))
+                simulated.free(live.pop(number)[0])
+            else:
+                nbytes = int(2 ** (8 + 18 * torch.rand((), generator=draw).item()))
+                address = simulated.allocate(nbytes)
+                live.append((address, torch.empty(nbytes, dtype=torch.uint8, device="cuda")))
+            assert torch.cuda.memory_allocated() - before[0] == simulated.allocated_bytes
+            assert torch.cuda.memory_reserved() - before[1] == simulated.reserved_bytes
+        live.clear()
