@@ -50,6 +50,12 @@ _TURNED, _TURNED_BYTES = 0.2, 4
 """Of an element of a map that is laid out anew, in 16 bits: read and written."""
 
 
+_DEPTHWISE, _DEPTHWISE_INPUT, _DEPTHWISE_WEIGHT = 0.13, 0.22, 0.37
+"""Of a multiply-add of torch's own depthwise kernels, beyond those of cuDNN's (layers of 5 x 5 in
+rows of maps, 2.8 TFLOP/s forward and 1.1 for the gradient of the weight): forward, and back for
+each place of the input and for the weight."""
+
+
 class Operand(NamedTuple):
     """A tensor that a kernel reads or writes; `dtype` by torch's name."""
 
@@ -100,6 +106,18 @@ def charge(
 def turned(moved_bytes: int) -> Charge:
     """Charge of maps whose channels a convolution lays side by side, or back."""
     return Charge(0, moved_bytes, round(_TURNED * moved_bytes / _TURNED_BYTES))
+
+
+def depthwise(products: int, per_output: float, *, is_backward: bool) -> Charge:
+    """Charge of a convolution with a group for each channel, by torch's own kernels.
+
+    Args:
+        products: multiply-adds of the forward.
+        per_output: places of the input for each of the output; the gradient of the input looks for
+            outputs from every one of them.
+    """
+    back = _DEPTHWISE_INPUT * per_output + _DEPTHWISE_WEIGHT
+    return Charge(0, 0, round(products * (back if is_backward else _DEPTHWISE)))
 
 
 def _cycles(name: str, inputs: Sequence[Operand], outputs: Sequence[Operand], dim: int) -> float:

@@ -233,7 +233,7 @@ def _scores(call: Scored, rows: float, samples: int) -> Product | None:
 def _convolution(call: Convolved, rows: float) -> Product:
     moved = Affine(
         fixed=float(call.element_bytes * call.groups * call.n * call.k),
-        per_sample=call.element_bytes * rows * (call.inputs_per_row + call.groups * call.n),
+        per_sample=call.element_bytes * rows * call.maps_per_row,
     )
     return Product(
         kind=ProductKind.CONVOLUTION,

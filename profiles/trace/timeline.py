@@ -38,6 +38,11 @@ class Timeline:
         self.live_bytes -= self._bytes[number]
         self._events.append(("release", number))
 
+    def pass_by(self, size_bytes: int) -> None:
+        """Note memory that one operation takes and gives back: it has no number."""
+        if size_bytes:
+            self._events.append(("pass", size_bytes))
+
     def open(self, window: Hashable) -> None:
         self._events.append(("open", window))
 
@@ -66,6 +71,10 @@ class Timeline:
                 began[what] = top[what] = live
             elif kind == "close":
                 highest[what] = max(highest.get(what, 0), top.pop(what) - began.pop(what))
+            elif kind == "pass":
+                assert isinstance(what, int)
+                for window in top:
+                    top[window] = max(top[window], live + what)
             elif what not in ignored:
                 assert isinstance(what, int)
                 live += self._bytes[what] if kind == "make" else -self._bytes[what]
@@ -77,7 +86,10 @@ class Timeline:
         """Most bytes that were live at once."""
         live = highest = 0
         for kind, what in self._events:
-            if kind in ("make", "release") and what not in ignored:
+            if kind == "pass":
+                assert isinstance(what, int)
+                highest = max(highest, live + what)
+            elif kind in ("make", "release") and what not in ignored:
                 assert isinstance(what, int)
                 live += self._bytes[what] if kind == "make" else -self._bytes[what]
                 highest = max(highest, live)

@@ -28,12 +28,18 @@ DRAWS = {True: 33.0, False: 25.0}
 """Instructions to draw whether a score is dropped, by the same steps: GPT-2 XL and T5 drop some."""
 
 
-def computed_share(call: AttentionLoad, device: Device, *, forward: bool) -> float:
-    """Share of a kernel's best rate that is left for the FLOP that count, 0 to 1."""
+def computed_share(
+    call: AttentionLoad, device: Device, *, forward: bool, pace: float = 1.0
+) -> float:
+    """Share of a kernel's best rate that is left for the FLOP that count, 0 to 1.
+
+    Args:
+        pace: of a walk along the keys, over that of matrix units in 16 bits.
+    """
     if not call.queries:
         return 1.0
     is_later = call.kernel is AttentionKernel.FLASH3 and device.is_hopper_or_later
-    return _share(call.queries, call.keys, call.is_causal, ENDS[forward]) * (
+    return _share(call.queries, call.keys, call.is_causal, pace * ENDS[forward]) * (
         call.width / padded_width(call.width, is_later=is_later)
     )
 

@@ -1,9 +1,9 @@
-"""torch's own batch norms on an accelerator: one block of threads for each channel.
+"""Batch norms on an accelerator: one block of threads for each channel, torch's own and cuDNN's.
 
 They sum over batch and positions in a block of 512 threads (2.11,
-torch/aten/src/ATen/native/cuda/Normalization.cuh), so that few channels leave multiprocessors idle
-and time follows the elements of a channel: on an H200 the backward of 64 channels took nearly as
-long as that of 256, four times as large (1.59 and 1.74 ms).
+torch/aten/src/ATen/native/cuda/Normalization.cuh; cuDNN 9, `bn_bw_1C11_kernel`), so that few
+channels leave multiprocessors idle and time follows the elements of a channel: on an H200 the
+backward of 64 channels took nearly as long as that of 256, four times as large (1.59 and 1.74 ms).
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ BLOCKS = 4
 """Blocks of 512 threads on a multiprocessor, which holds 2,048 (1,536 of consumer cards)."""
 LANES = 128
 BACKWARD = 2.4
-"""Cycles of an element in a backward over those of a forward: two sums, and a gradient written."""
+"""Cycles of an element in a backward over those of a forward: two sums, and a gradient written.
+cuDNN's take 2.5 times the forward's (64 to 512 channels of a ResNet-18 in fp32 on an H200)."""
+CUDNN_CYCLES = 1.13
+"""Of a block of cuDNN's for an element of a forward, which it reads, sums and writes: the same."""
 
 
 def block_s(device: Device, norm: ProductLoad, *, cycles: float, forward: bool) -> float:

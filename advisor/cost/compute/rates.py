@@ -18,7 +18,7 @@ from advisor.cost.calibration import (
     tile_share,
 )
 from advisor.cost.compute.attention import computed_share, drawn
-from advisor.cost.compute.norms import LANES, block_s
+from advisor.cost.compute.norms import CUDNN_CYCLES, LANES, block_s
 from advisor.cost.compute.waves import wave_share
 from advisor.cost.load.casts import EAGER, FUSED, Casts, cast_count, cast_elements, is_cast
 from advisor.cost.load.work import ELEMENT_BYTES, AttentionLoad, ProductLoad
@@ -244,7 +244,8 @@ class DeviceRates:
         if product.kind is ProductKind.ELEMENTWISE:
             return self._norm_s(product, moved_bytes, forward=flop == product.forward_flop)
         if product.kind is ProductKind.CONVOLUTION and self.device.kind != "cpu":
-            return self._convolution_s(product, flop, moved_bytes)
+            forward = flop == product.forward_flop
+            return self._convolution_s(product, flop, moved_bytes, forward=forward)
         is_wide = product.is_wide and self.operand_bytes < WIDE_BYTES
         peak = self.half if product.kind is ProductKind.SCORES else self.peak
         if is_wide:
@@ -259,6 +260,8 @@ class DeviceRates:
             # If the number of multiprocessors is unknown, expert rows still fill whole tiles.
             share = min(share, waves) if waves else share * tile_share(product.m, product.kind)
         share *= self.calibration.product_share(product.n, product.k, product.kind, self.device)
+        if product.is_convolution:
+            share *= self._backward_share(forward=flop == product.forward_flop)
         best = self.calibration.vector_share(self.device) if is_wide else self._best_share()
         reached = peak * best * share
         by_weight = self.has_units and product.kind is ProductKind.LINEAR
@@ -302,7 +305,8 @@ class DeviceRates:
             share *= product_efficiency(self.device, flop / PRODUCTS_OF_ATTENTION, peak)
         else:
             share = self.calibration.attention_share(self.device, call.kernel, width=call.width)
-            share *= computed_share(call, self.device, forward=forward)
+            pace = min(1.0, peak / peak_flop_per_s(self.device, "bfloat16").value)
+            share *= computed_share(call, self.device, forward=forward, pace=pace)
             drawing = drawn(call, forward=forward) / issue_per_s(self.device)
             nbytes = call.forward_bytes if forward else call.backward_bytes
             return max(flop / (peak * share) + drawing, nbytes / self.bandwidth)
@@ -316,13 +320,15 @@ class DeviceRates:
         if self.device.kind == "cpu":
             return moving
         if not self.has_own_norms:
-            slots = NORM_PASSES * norm.m * norm.n * self.calibration.norm_slots
-            return max(slots / issue_per_s(self.device), moving)
+            summing = block_s(self.device, norm, cycles=CUDNN_CYCLES, forward=forward)
+            return max(summing, moving)
         cycles = self.calibration.norm_cycles
         summing = block_s(self.device, norm, cycles=cycles, forward=forward)
         return summing + moving if forward else max(summing, moving)
 
-    def _convolution_s(self, product: ProductLoad, flop: float, moved_bytes: float) -> float:
+    def _convolution_s(
+        self, product: ProductLoad, flop: float, moved_bytes: float, *, forward: bool
+    ) -> float:
         """Seconds of a convolution: all groups are one kernel; groups narrower than a tile leave
         the rest of it idle."""
         if product.n == 1 < product.repeats:
@@ -333,11 +339,16 @@ class DeviceRates:
         best = self._best_share(is_convolution=True)
         share = size_efficiency(one, self.peak) * column_share(product.n) * best
         if self.peak > self.vector_peak:
-            share *= self.calibration.convolution
+            share *= self.calibration.convolution * self._backward_share(forward=forward)
         elif product.fewest < 1:
             # Fewer multiplications, but maps and weights are transformed before and after.
             share *= max(1.0, self.calibration.winograd / product.fewest)
         return max(flop / (self.peak * share), moved_bytes / self.bandwidth)
+
+    def _backward_share(self, *, forward: bool) -> float:
+        """Rate of a convolution over that of its forward."""
+        is_rounded = self.has_units and self.operand_bytes == WIDE_BYTES
+        return BACKWARD_IN_TF32 if is_rounded and not forward else 1.0
 
     @property
     def has_units(self) -> bool:
@@ -364,7 +375,9 @@ def _written(product: ProductLoad, flop: float) -> float:
     return ELEMENT_BYTES * results * product.repeats
 
 
-# Of an element by a training norm: three forward (twice the input, the result), five backward.
-NORM_PASSES = (3 + 5) / 2
+# Rate of a convolution's backward in TF32 over that of its forward: cuDNN 9 has slower kernels for
+# the gradient of the weight there than in 16 bits (1.9 times as slow for a ResNet-18 and a denoiser
+# on an H200, by their kernels; single ones of 64 to 512 channels 1.6 to 1.8).
+BACKWARD_IN_TF32 = 0.55
 _WIDE = ("float32", "tfloat32")
 WIDE_BYTES = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from advisor.cost.compute.rates import (
@@ -24,9 +25,12 @@ from profiles.workload.stack import Selective, Stack
 # repeated: 20 to 28 us beside launches of 14. Selective recompute sees every operator in a mode,
 # twice, views too, which are nearly two for a kernel: 45 to 90 us a kernel.
 HOOKS, MODES = 2, 5
-# Python code of FSDP2 (2.13) in a forward or a backward, in launches: of a unit, and of each of its
+# Hooks of FSDP2 (2.13) in a forward or a backward, in launches: of a unit, and of each of its
 # parameters, which are copied into a buffer and out of it, and swapped. 280 us and 28 for both, in
-# one process on a processor whose launches take 14 (`python -m tests.benchmarks.shard_host`).
+# one process on a processor whose launches take 14 (`python -m tests.benchmarks.shard_host`). On an
+# accelerator they launch the copies, record events and call NCCL besides: 2 ms for both of a unit
+# of 12 parameters on a host whose launches take 41 (two models of 7 units on an H200, one rank, and
+# one of 8 without an exchange).
 SHARD_UNIT, SHARD_TENSOR = 10, 1
 
 
@@ -37,6 +41,8 @@ class UnitTime:
     Attributes:
         count: equal units in sequence, each of which takes as long.
         glue_s: of the forward and of the backward, launches included, of code before the unit.
+        ahead_s: work of the device that is left when the host is through with the forward, and with
+            the backward: it hides launches of what comes next, see `in_sequence`.
     """
 
     forward_s: float
@@ -47,19 +53,69 @@ class UnitTime:
     recompute_launch_s: float
     count: int = 1
     glue_s: tuple[float, float] = (0.0, 0.0)
+    ahead_s: tuple[float, float] = (0.0, 0.0)
 
     def with_glue(self, glue: UnitTime) -> UnitTime:
         """Time of the unit and of the code before it, which is not recomputed."""
         forward_s, backward_s = glue.forward_s, glue.backward_s
-        forward_launch_s, backward_launch_s = glue.forward_launch_s, glue.backward_launch_s
+        before = (glue.forward_launch_s, glue.ahead_s[0])
+        waited, ahead = _after(before, (self.forward_launch_s, self.ahead_s[0]))
+        unhidden, left = _after(
+            (self.backward_launch_s, self.ahead_s[1]), (glue.backward_launch_s, glue.ahead_s[1])
+        )
         return replace(
             self,
             forward_s=self.forward_s + forward_s,
             backward_s=self.backward_s + backward_s,
-            forward_launch_s=self.forward_launch_s + forward_launch_s,
-            backward_launch_s=self.backward_launch_s + backward_launch_s,
-            glue_s=(forward_s + forward_launch_s, backward_s + backward_launch_s),
+            forward_launch_s=waited,
+            backward_launch_s=unhidden,
+            glue_s=(
+                forward_s + waited - self.forward_launch_s,
+                backward_s + unhidden - self.backward_launch_s,
+            ),
+            ahead_s=(ahead, left),
         )
+
+
+def in_sequence(times: Sequence[UnitTime]) -> tuple[UnitTime, ...]:
+    """Times of units as they follow each other in a microbatch: what the device has left to do of
+    one hides launches of the next, from the first forward to the last backward.
+    """
+    lead, forward, backward = 0.0, [], []
+    for time in times:
+        launch_s, lead = _hidden(lead, time.forward_launch_s, time.ahead_s[0], time.count)
+        forward.append(launch_s)
+    for time in reversed(times):
+        unhidden = time.backward_launch_s + time.recompute_launch_s
+        launch_s, lead = _hidden(lead, unhidden, time.ahead_s[1], time.count)
+        backward.append(launch_s / unhidden if unhidden else 0.0)
+    return tuple(
+        replace(
+            time,
+            forward_launch_s=waited,
+            backward_launch_s=share * time.backward_launch_s,
+            recompute_launch_s=share * time.recompute_launch_s,
+        )
+        for time, waited, share in zip(times, forward, reversed(backward), strict=True)
+    )
+
+
+def _hidden(lead: float, launch_s: float, ahead_s: float, count: int) -> tuple[float, float]:
+    """Unhidden launches of each of `count` equal passes in a row, and the lead after them."""
+    first = max(0.0, launch_s - lead)
+    lead = max(0.0, lead - launch_s) + ahead_s
+    gain = ahead_s - launch_s
+    further = count - 1
+    if gain >= 0:
+        return first / count, lead + further * gain
+    short = max(0.0, further * -gain - (lead - ahead_s))
+    return (first + short) / count, max(ahead_s, lead + further * gain)
+
+
+def _after(one: tuple[float, float], two: tuple[float, float]) -> tuple[float, float]:
+    """Unhidden launches of a pass and of the next one, and what is left after both."""
+    (first, lead), (second, ahead) = one, two
+    return first + max(0.0, second - lead), max(0.0, lead - second) + ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +123,18 @@ class UnitPasses:
     """A unit's forward and backward without recompute.
 
     Attributes:
-        forward, backward: seconds of (compute, launches that it does not hide).
+        forward, backward: seconds of (compute, launches that it does not hide, work beyond its
+            launches).
         kernels: of a forward and of a backward, casts to 8 bits among them.
         multiplied_bytes: of the operands of a forward's products.
-        hooks: host work of FSDP2 in each pass, in launches; `python` is what Python takes over it.
+        hooks: host work of FSDP2 in each pass, in launches.
+        python: of such of Python's code alone, over a launch.
     """
 
     unit: UnitLoad
     rates: Rates
-    forward: tuple[float, float]
-    backward: tuple[float, float]
+    forward: tuple[float, float, float]
+    backward: tuple[float, float, float]
     kernels: tuple[float, float]
     multiplied_bytes: float
     hooks: float
@@ -86,19 +144,20 @@ class UnitPasses:
     def of(cls, unit: UnitLoad, rates: Rates, *, is_sharded: bool) -> UnitPasses:
         device = rates.device
         python = 1.0 if device.kind == "cpu" else PYTHON_SHARE
-        hooks = python * shard_launches(unit) if is_sharded else 0.0
+        hooks = shard_launches(unit) if is_sharded else 0.0
         products = unit.work.products
         kernels = (
             unit.forward_kernels + rates.cast_kernels(products, forward=True),
             unit.backward_kernels + rates.cast_kernels(products, forward=False),
         )
 
-        def seconds(busy: float, charged: float, *, forward: bool) -> tuple[float, float]:
+        def seconds(busy: float, charged: float, *, forward: bool) -> tuple[float, float, float]:
             moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
             cycles = unit.forward_cycles if forward else unit.backward_cycles
             busy += rates.moving_s(max(0.0, moved - charged), cycles)
             busy += new_memory_s(device, _new_bytes(unit, forward=forward))
-            return busy, _launching_s(rates, busy, kernels[not forward] + hooks)
+            launched = kernels[not forward] + hooks
+            return busy, _launching_s(rates, busy, launched), _ahead_s(rates, busy, launched)
 
         busy_s, multiplied_bytes = _multiplying(unit, rates, forward=True)
         forward = seconds(busy_s, multiplied_bytes, forward=True)
@@ -108,6 +167,8 @@ class UnitPasses:
     def time(self, recompute: Recompute, stack: Stack) -> UnitTime:
         """Seconds of the unit with its recompute."""
         again = self._again(recompute, stack) if self.unit.is_block else (0.0, 0.0)
+        # Repeated kernels leave the host no more time than they take.
+        ahead = max(0.0, self.backward[2] - again[1]) if again[0] else self.backward[2]
         return UnitTime(
             forward_s=self.forward[0],
             backward_s=self.backward[0],
@@ -116,6 +177,7 @@ class UnitPasses:
             backward_launch_s=self.backward[1],
             recompute_launch_s=again[1],
             count=self.unit.count,
+            ahead_s=(self.forward[2], ahead),
         )
 
     def _again(self, recompute: Recompute, stack: Stack) -> tuple[float, float]:
@@ -124,7 +186,7 @@ class UnitPasses:
             return 0.0, 0.0
         if recompute is Recompute.FULL:
             if stack.recomputes_whole:
-                return forward
+                return forward[:2]
             last = [each for each in unit.work.products if not each.is_recomputed]
             spared = (rates.product_s(p, p.forward_flop, p.forward_bytes) for p in last)
             return self._repeated(max(0.0, forward[0] - sum(spared)), recompute, stack)
@@ -148,6 +210,12 @@ def _launching_s(rates: Rates, busy: float, kernels: float) -> float:
     """Seconds of launches that an accelerator does not hide; a CPU runs both."""
     launch = kernels * rates.launch_s
     return launch if rates.device.kind == "cpu" or rates.waits else max(0.0, launch - busy)
+
+
+def _ahead_s(rates: Rates, busy: float, kernels: float) -> float:
+    """Work of an accelerator that is left when its host has launched all of a pass."""
+    waits = rates.device.kind == "cpu" or rates.waits
+    return 0.0 if waits else max(0.0, busy - kernels * rates.launch_s)
 
 
 def _multiplying(unit: UnitLoad, rates: Rates, *, forward: bool) -> tuple[float, float]:

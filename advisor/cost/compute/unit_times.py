@@ -20,7 +20,7 @@ from advisor.cost.compute.rates import new_memory_s as new_memory_s
 from advisor.cost.compute.rates import peak_flop_per_s as peak_flop_per_s
 from advisor.cost.compute.rates import product_efficiency as product_efficiency
 from advisor.cost.compute.rates import size_efficiency as size_efficiency
-from advisor.cost.compute.unit_passes import UnitPasses
+from advisor.cost.compute.unit_passes import UnitPasses, in_sequence
 from advisor.cost.compute.unit_passes import UnitTime as UnitTime
 from advisor.cost.load.loads import Loads, ends_of
 from engines.plan import Plan, Recompute
@@ -188,7 +188,7 @@ def with_recompute(passes: RunPasses, recompute: Recompute, stack: Stack) -> tup
             time = time.with_glue(glue.time(recompute, stack))
         counts = ends_of(own.unit.count)
         times += [time if n == time.count else replace(time, count=n) for n in counts]
-    return tuple(times)
+    return in_sequence(times)
 
 
 def block_times(

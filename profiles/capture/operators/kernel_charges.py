@@ -3,16 +3,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from profiles.model.kernel_cycles import COPY, POINTWISE, SUM, Charge, Operand, charge, turned
+from profiles.model.kernel_cycles import (
+    COPY,
+    POINTWISE,
+    SUM,
+    Charge,
+    Operand,
+    charge,
+    depthwise,
+    turned,
+)
 from profiles.torch_compat import Operator
 
 HALF_BYTES = 2
+_FORTH, _BACK = "convolution", "convolution_backward"
 _COPIES = ("copy_", "_to_copy", "clone")
 # Elementwise without torch's tag (2.13).
 _ELEMENTWISE = ("masked_fill_", "hardtanh_backward", "leaky_relu_backward", "elu_backward")
@@ -36,8 +47,18 @@ def kernel_charge(
         name = POINTWISE
     dim = args[_DIM[name]] if name in _DIM else -1
     own = charge(name, [*map(operand, inputs)], [*map(operand, outputs)], dim=dim)
+    own = own.plus(_of_depthwise(operator, args, outputs))
+    own = own.plus(Charge(kernels=_further_kernels(operator, args, outputs)))
     is_half = bool(outputs) and outputs[0].element_size() <= HALF_BYTES
     return own.plus(turned(_turned_bytes(operator, args, outputs))) if is_half else own
+
+
+def is_cast(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """True for a copy into another floating dtype."""
+    if operator.overloadpacket.__name__ not in _COPIES or not (inputs and outputs):
+        return False
+    before, after = inputs[-1].dtype, outputs[0].dtype
+    return before != after and before.is_floating_point and after.is_floating_point
 
 
 def turned_in_fp32(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
@@ -67,17 +88,79 @@ def _turned_bytes(operator: Operator, args: Sequence[Any], outputs: Sequence[Ten
     By the kernels of a ResNet in 16 bits on an H200 (cuDNN 9): most 1x1 convolutions, which are
     plain products, and maps that lie so already need none.
     """
-    name = operator.overloadpacket.__name__
-    if name not in ("convolution", "convolution_backward"):
+    gradients = 1 + bool(args[-1][0]) if operator.overloadpacket.__name__ == _BACK else 1
+    return 2 * gradients * workspace_bytes(operator, args, outputs)
+
+
+def _further_kernels(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
+    """Kernels of a convolution beside its own, by what they take of the host: cuDNN looks for its
+    algorithm, lays out maps in 16 bits and back, and a bias is added, or summed, apart (1.75, 2.5
+    and 2.5 to 2.8 operations of the host in chains of small ones on an H200)."""
+    call = _convolution(operator, args, outputs)
+    if call is None:
         return 0
-    is_backward = name == "convolution_backward"
+    has_bias = bool(args[-1][2]) if call.is_backward else args[2] is not None
+    is_half = call.value.element_size() <= HALF_BYTES
+    return 1 + (has_bias or is_half)
+
+
+def workspace_bytes(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
+    """Memory of a convolution while it runs: both maps as they are laid out anew (within a tenth
+    for convolutions in bf16 and TF32 of 16 channels and more on an H200; FFTs in exact fp32 take
+    up to nine times as much)."""
+    call = _convolution(operator, args, outputs)
+    if call is None or _runs_depthwise(call):
+        return 0
+    is_plain = set(call.weight.shape[2:]) == set(call.stride) == {1}
+    if is_plain or _has_channels_last(call.value):
+        return 0
+    maps: int = call.value.nbytes + call.written.nbytes
+    return maps
+
+
+class _Convolution(NamedTuple):
+    """The maps and the weight of a call, forward or backward."""
+
+    value: Tensor
+    weight: Tensor
+    written: Tensor
+    stride: Sequence[int]
+    is_backward: bool
+    is_transposed: bool
+    groups: int
+
+
+def _convolution(
+    operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]
+) -> _Convolution | None:
+    name = operator.overloadpacket.__name__
+    if name not in (_FORTH, _BACK):
+        return None
+    is_backward = name == _BACK
     value, weight = args[1:3] if is_backward else args[:2]
     written = args[0] if is_backward else outputs[0]
     stride = args[4] if is_backward else args[3]
-    is_plain = set(weight.shape[2:]) == set(stride) == {1}
-    lies_so = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-    if is_plain or lies_so:
-        return 0
-    gradients = 1 + bool(args[-1][0]) if is_backward else 1
-    maps: int = value.nbytes + written.nbytes
-    return 2 * gradients * maps
+    *_, is_transposed, _padding, groups = args[:-1] if is_backward else args
+    return _Convolution(value, weight, written, stride, is_backward, is_transposed, groups)
+
+
+def _has_channels_last(value: Tensor) -> bool:
+    return value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+
+
+def _runs_depthwise(call: _Convolution) -> bool:
+    """True where torch takes its own kernels: a group for each channel of maps that lie channel
+    after channel (2.11, torch/aten/src/ATen/native/Convolution.cpp, `is_depthwise`,
+    `use_cudnn_depthwise`)."""
+    channels = call.value.shape[1] if call.value.dim() == 4 else 0
+    is_own = 1 < channels == call.groups and not call.is_transposed
+    return is_own and not _has_channels_last(call.value)
+
+
+def _of_depthwise(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> Charge:
+    call = _convolution(operator, args, outputs)
+    if call is None or not _runs_depthwise(call) or not call.written.numel():
+        return Charge(0)
+    products = call.written.numel() * math.prod(call.weight.shape[1:])
+    per_output = call.value[0, 0].numel() / call.written[0, 0].numel()
+    return depthwise(products, per_output, is_backward=call.is_backward)

@@ -171,19 +171,26 @@ def noted(
 def _convolved(
     args: Sequence[Any], outputs: Sequence[Tensor], *, is_backward: bool
 ) -> Convolved | None:
-    """A convolution by more than one group; that of one is a layer."""
+    """A convolution, of which what a layer does itself is counted there.
+
+    A transposed one multiplies each position of its input by the weights of all positions that it
+    reaches, and sums where they meet.
+    """
     written = args[0] if is_backward else outputs[0]
     value, weight = args[1:3] if is_backward else args[:2]
     *_, is_transposed, _padding, groups = args[:-1] if is_backward else args
-    if is_transposed or groups == 1:
+    if not weight.numel() or not written.numel():
         return None
-    rows = written.numel() // written.shape[1]
+    positions = value if is_transposed else written
+    rows = positions.numel() // positions.shape[1]
+    n, k = weight.shape[0] // groups, math.prod(weight.shape[1:])
+    n, k = (k, n) if is_transposed else (n, k)
     return Convolved(
         rows=rows,
         groups=groups,
-        n=weight.shape[0] // groups,
-        k=math.prod(weight.shape[1:]),
-        inputs_per_row=value.numel() / rows,
+        n=n,
+        k=k,
+        maps_per_row=(value.numel() + written.numel()) / rows,
         element_bytes=value.element_size(),
         needs_input_gradient=not is_backward or bool(args[-1][0]),
     )

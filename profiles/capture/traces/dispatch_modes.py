@@ -16,7 +16,12 @@ from profiles.capture.fakes.mode import KEPT, FakeRunMode
 from profiles.capture.frames import model_line
 from profiles.capture.module.units import Unit
 from profiles.capture.operators.core_cycles import core_cycles
-from profiles.capture.operators.kernel_charges import kernel_charge, turned_in_fp32
+from profiles.capture.operators.kernel_charges import (
+    is_cast,
+    kernel_charge,
+    turned_in_fp32,
+    workspace_bytes,
+)
 from profiles.capture.operators.table import (
     attended,
     flop_formulas,
@@ -361,15 +366,22 @@ class TraceMode(FakeRunMode):
         moved = self._move(operator, chain, inputs, outputs)
         if self._on_processor:
             kernels, cycles = 1, core_cycles(operator, args, kwargs, inputs, outputs, moved)
-            turned = 0
+            turned, casts = 0, False
         else:
             kernels, extra_bytes, cycles = kernel_charge(operator, args, inputs, outputs)
             moved += extra_bytes
             turned = turned_in_fp32(operator, args, outputs)
+            casts = is_cast(operator, inputs, outputs)
+            self._timeline.pass_by(workspace_bytes(operator, args, outputs))
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
             work.add(
-                flop=flop, moved_bytes=moved, cycles=cycles, kernels=kernels, turned_bytes=turned
+                flop=flop,
+                moved_bytes=moved,
+                cycles=cycles,
+                kernels=kernels,
+                turned_bytes=turned,
+                casts=casts,
             )
         call = attended(operator, args, kwargs)
         if call is not None:

@@ -48,3 +48,17 @@ def test_allocations_come_in_order_without_windows() -> None:
     line.release(first)
     line.close("a")
     assert list(line.allocations()) == [(first, 5), (second, 7), (first, None)]
+
+
+def test_a_workspace_counts_while_its_operation_runs() -> None:
+    line = Timeline()
+    line.open("forward")
+    first = line.make(100)
+    line.pass_by(50)
+    line.make(20)
+    line.release(first)
+    line.close("forward")
+    line.pass_by(1000)  # in no window
+    assert line.peaks() == {"forward": 150}
+    assert line.highest() == 1020
+    assert line.live_bytes == 20

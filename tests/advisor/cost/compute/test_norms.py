@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from advisor.cost.calibration import CALIBRATION
-from advisor.cost.compute.norms import block_s
+from advisor.cost.compute.norms import CUDNN_CYCLES, block_s
 from advisor.cost.load.work import ProductLoad
 from profiles.machine import catalogue
 from profiles.model.work import ProductKind
@@ -20,8 +20,10 @@ def norm(channels: int, edge: int) -> ProductLoad:
     return ProductLoad(ProductKind.ELEMENTWISE, elements, channels, 1, 1, flop, 2 * flop, 0.0, 0.0)
 
 
-def seconds(channels: int, edge: int, *, forward: bool) -> float:
-    return block_s(H200, norm(channels, edge), cycles=CALIBRATION.norm_cycles, forward=forward)
+def seconds(
+    channels: int, edge: int, *, forward: bool, cycles: float = CALIBRATION.norm_cycles
+) -> float:
+    return block_s(H200, norm(channels, edge), cycles=cycles, forward=forward)
 
 
 # Kernels of a step of ResNet-50, 256 images in bf16 (torch 2.11.0, profiler).
@@ -41,6 +43,20 @@ def test_sums_by_channels_take_what_they_took(
 ) -> None:
     assert seconds(channels, edge, forward=True) == pytest.approx(forward_s, rel=0.35)
     assert seconds(channels, edge, forward=False) == pytest.approx(backward_s, rel=0.4)
+
+
+# cuDNN's kernels of a step of ResNet-18, 128 images in fp32 (torch 2.11.0, cuDNN 9, profiler).
+@pytest.mark.parametrize(
+    ("edge", "forward_s", "backward_s"),
+    [(112, 0.915e-3, 2.315e-3), (56, 0.231e-3, 0.583e-3)],
+)
+def test_so_do_those_of_cudnn(edge: int, forward_s: float, backward_s: float) -> None:
+    half = 128 / IMAGES
+    forward, backward = (
+        half * seconds(64, edge, forward=way, cycles=CUDNN_CYCLES) for way in (True, False)
+    )
+    assert forward == pytest.approx(forward_s, rel=0.05)
+    assert backward == pytest.approx(backward_s, rel=0.1)
 
 
 def test_channels_beyond_the_multiprocessors_wait_for_a_second_wave() -> None:

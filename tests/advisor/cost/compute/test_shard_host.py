@@ -25,8 +25,9 @@ def test_a_processor_pays_for_the_hooks_and_the_dispatch_of_sharded_parameters()
 
 
 def test_so_does_an_accelerator_that_waits_for_its_host() -> None:
-    """Python takes 0.42 of a launch there (`PYTHON_SHARE`). Shards are stepped in lists: 24 us more
-    of Python a shard than a plain tensor, of 14 in a launch."""
+    """Hooks launch copies and collectives there besides: as many launches, whatever Python's share.
+    Shards are stepped in lists: 24 us more of Python a shard than a plain tensor, of 14 in a
+    launch."""
     machine, launch_s = gpus(1, 2), 50e-6
     launch = machine.device.launch_s.model_copy(update={"value": launch_s})
     device = machine.device.model_copy(update={"launch_s": launch})
@@ -40,7 +41,7 @@ def test_so_does_an_accelerator_that_waits_for_its_host() -> None:
         estimate(Plan.parse(f"{kind}=2 microbatch_size=1"), known).time
         for kind in ("dp_replicate", "dp_shard")
     )
-    hooks_s = 4 * 2 * (10 + 1) * 0.42 * launch_s
+    hooks_s = 4 * 2 * (10 + 1) * launch_s
     assert sharded.launch_s - whole.launch_s == pytest.approx(hooks_s)
     assert whole.optimizer_s < 0.01 * sharded.optimizer_s
     assert sharded.optimizer_s == pytest.approx(4 * 24 / 14 * 0.42 * launch_s, rel=0.05)

@@ -140,11 +140,61 @@ def turned(model: nn.Module, *, of_lasting: bool = False) -> tuple[float, float,
     return forward, sum(f.backward_moved_bytes for f in layouts), spared / ROWS
 
 
-@pytest.mark.parametrize("groups", [1, 8])
+@pytest.mark.parametrize("groups", [1, 4])
 def test_maps_in_fp32_are_turned_around_convolutions_that_matrix_units_run(groups: int) -> None:
     """Read and written once more, what it takes and what it gives; back, both for each gradient."""
     there = 2 * (MAP + MAP)
     assert turned(Maps(3, groups=groups)) == (there, 2 * there, there)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_group_for_each_channel_is_charged_for_torch_s_own_kernels(stride: int) -> None:
+    """An H200 took 1.75 ms forward, 1.22 and 3.04 for the gradients of the input at strides 1 and
+    2, and 4.64 for those of the weights, of layers with 2.45, 1.60, 0.85 and 2.45 billion
+    multiply-adds; cuDNN's kernels, whose rate the cost model has, would take 8.7 TFLOP/s."""
+
+    class Depthwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(8, 8, 1, bias=False)
+            self.second = nn.Conv2d(8, 8, 5, stride, 2, groups=8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(self.first(x))
+            return out
+
+    profile = capture(Depthwise(), torch.ones(ROWS, 8, 16, 16), on_processor=False)
+    cost = next(unit for unit in profile.units if unit.name == "second").cost(Numerics.AS_BUILT)
+    products = 8 * (16 // stride) ** 2 * 25  # of a row
+    a_second = 132 * 1.98e9  # cycles of an H200's multiprocessors
+    cudnns = 2 / 8.7e12
+
+    def charged_s(cycles: float) -> float:
+        return cycles / products / a_second
+
+    input_s = {1: 1.22e-3 / 1.60e9, 2: 3.04e-3 / 0.85e9}[stride]
+    weight_s = 4.64e-3 / 2.45e9
+    assert charged_s(cost.forward_cycles.per_sample) == pytest.approx(
+        1.75e-3 / 2.45e9 - cudnns, rel=0.1
+    )
+    assert charged_s(cost.backward_cycles.per_sample) == pytest.approx(
+        input_s + weight_s - 2 * cudnns, rel=0.15
+    )
+    assert cost.forward_kernels == 2
+
+
+def test_maps_that_a_convolution_lays_out_anew_take_memory_while_it_runs() -> None:
+    """Those it takes and those it gives; products of positions take none."""
+    own = [
+        next(
+            unit
+            for unit in capture(Maps(kernel), torch.ones(ROWS, 8, 16, 16), on_processor=False).units
+            if unit.name == "second"
+        ).cost(Numerics.AS_BUILT)
+        for kernel in (1, 3)
+    ]
+    forward = [cost.forward_transient_bytes.at(ROWS) / ROWS for cost in own]
+    assert forward[1] - forward[0] == 2 * MAP
 
 
 def test_products_of_positions_and_maps_that_lie_so_are_not_turned() -> None:

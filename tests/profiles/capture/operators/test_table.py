@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from profiles.capture.capture import capture
@@ -135,3 +136,26 @@ def test_products_of_experts_are_noted_with_the_rows_of_each(is_trained: bool) -
     assert product.needs_input_gradient == is_trained
     assert cost.forward_flop.at(1) == product.forward_flop(1)
     assert cost.backward_flop.at(1) == (1 + is_trained) * product.forward_flop(1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows", "n", "k"),
+    [
+        (weight_norm(nn.Conv1d(8, 12, 3)), 14, 12, 8 * 3),
+        (nn.ConvTranspose1d(8, 12, 4, 2, 1), 16, 12 * 4, 8),
+    ],
+)
+def test_a_convolution_that_is_no_layer_s_own_is_a_product_of_its_positions(
+    layer: nn.Module, rows: int, n: int, k: int
+) -> None:
+    """A parametrised weight is none of the module's parameters; a transposed one multiplies the
+    positions of its input."""
+    model = nn.Sequential(nn.Conv1d(8, 8, 1), layer)
+    profile = capture(model, torch.zeros(2, 8, 16), on_processor=False)
+    cost = profile.units[1].cost(Numerics.AS_BUILT)
+    (product,) = cost.products
+    assert (product.m.per_sample, product.n, product.k) == (rows, n, k)
+    assert product.forward_flop(1) == cost.forward_flop.at(1)
+    maps = 4 * (8 * 16 + 12 * (14 if rows == 14 else 32))
+    assert product.forward_bytes is not None
+    assert product.forward_bytes.per_sample == pytest.approx(maps)
