@@ -17,9 +17,10 @@ from engines.parallel import ParallelModel
 from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.module_generators import share_generators
 from engines.runtime.rank_agreement import require_agreement
+from engines.state.local_step import step_local_parts
 from engines.state.optimizer import build_optimizer
 from engines.state.optimizer_settings import optimizer_topics
-from engines.state.sharded_step import require_steps_shards, step_shards_in_lists
+from engines.state.sharded_step import require_steps_shards
 
 
 def assemble(build: Build) -> ParallelModel:
@@ -34,8 +35,8 @@ def assemble(build: Build) -> ParallelModel:
             layout=build.layout,
             served=served,
         )
-        step_shards_in_lists(optimizer)
-        require_steps_shards(optimizer, plan=plan)
+        if not step_local_parts(optimizer):
+            require_steps_shards(optimizer, plan=plan)
     part = f"stage {build.mesh.pp.position}" if served is None else f"server {world.rank}"
     require_agreement(optimizer_topics(optimizer, part=part), world)
     if build.pool is not None:

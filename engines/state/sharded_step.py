@@ -1,13 +1,11 @@
-"""Optimizers' steps on shards: a trial before any work is done, and lists of them at once.
+"""Optimizers' steps on shards: a trial before any work is done.
 
-Shards of FSDP2 are DTensors. torch has no rule for some operations on them, and goes through them
-one by one where it takes plain tensors on an accelerator in lists.
+Shards of FSDP2 are DTensors. torch has no rule for some operations on them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,49 +38,6 @@ def require_steps_shards(optimizer: torch.optim.Optimizer, *, plan: object) -> N
             where=f"plan: {plan}",
             hints=["replicate (dp_replicate without zero), or take an optimizer such as AdamW"],
         ) from error
-
-
-# AdamW is an Adam.
-_IN_LISTS = (torch.optim.Adam, torch.optim.SGD)
-
-
-def step_shards_in_lists(
-    optimizer: torch.optim.Optimizer, *, kinds: tuple[str, ...] = ("cuda",)
-) -> None:
-    """Step all shards of a group at once, if they are on a device of `kinds` and the group does not
-    say otherwise: its `foreach` is True during a step.
-
-    torch does so with tensors of its own on accelerators (2.13, torch/optim/optimizer.py,
-    `_foreach_supported_types`). One by one a shard takes five times as long of the host, and a
-    launch for each operation.
-    """
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    if not is_torchs or not isinstance(optimizer, _IN_LISTS):
-        return
-    opened: list[dict[str, Any]] = []
-
-    def before(*_: object) -> None:
-        for group in optimizer.param_groups:
-            is_open = group["foreach"] is None and not group["fused"]
-            if is_open and not group["differentiable"] and _are_alike(group["params"], kinds):
-                group["foreach"] = True
-                opened.append(group)
-
-    def after(*_: object) -> None:
-        for group in opened:
-            group["foreach"] = None
-        opened.clear()
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-
-
-def _are_alike(parameters: Sequence[Any], kinds: tuple[str, ...]) -> bool:
-    """True for shards of one mesh: lists of torch's cannot be mixed."""
-    shards = [each for each in parameters if isinstance(each, DTensor)]
-    return 0 < len(shards) == len(parameters) and all(
-        each.device_mesh is shards[0].device_mesh and each.device.type in kinds for each in shards
-    )
 
 
 def trial_of(

@@ -64,6 +64,24 @@ class Upkeep:
 # Bytes that an operation of an optimizer moves per element: most read two fp32 numbers, or write
 # one of them. AdamW's 84 bytes are 9 operations.
 PASS_BYTES = 9
+# torch's elementwise optimizers, in lower case, and the table's names for them: of shards they step
+# a rank's own tensors, as plain ones (`engines.state.local_step`).
+STEPS_OWN_PARTS = frozenset(
+    {
+        "adadelta",
+        "adagrad",
+        "adam",
+        "adamax",
+        "adamw",
+        "asgd",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "rprop",
+        "sgd",
+        "sgd-momentum",
+    }
+)
 _ADAM = {"loop_copies": 2.0, "lingering_copies": 1.0, "list_copies": 1.0}
 _WHOLE = "{} looks at a whole matrix at a time, and a shard holds some of its rows"
 

@@ -1,8 +1,9 @@
 """`python -m tests.benchmarks.shard_host`: host time of FSDP2's hooks and of AdamW on its shards.
 
 Small layers in one process, plain and sharded over a group of one rank: what sharding adds is
-Python code. AdamW goes tensor by tensor, or through lists of them (`foreach`). `unit_times` and
-`rates` of `advisor.cost.compute` have these figures in launches.
+Python code. AdamW goes tensor by tensor, or through lists of them (`foreach`); shards are stepped
+as torch does, and as our engines do, as a rank's own tensors. `unit_times` and `rates` of
+`advisor.cost.compute` have these figures in launches.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from engines.state.local_step import step_local_parts
 
 WIDTH, ROWS = 32, 4
 WARM_UP, STEPS = 10, 30
@@ -42,9 +45,14 @@ def sharded(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-def seconds(model: nn.Module, x: Tensor, *, in_lists: bool = False) -> tuple[float, float]:
-    """Of a forward and backward, and of the optimizer's step: medians."""
+def seconds(
+    model: nn.Module, x: Tensor, *, in_lists: bool = False, as_own: bool = False
+) -> tuple[float, float]:
+    """Of a forward and backward, and of the optimizer's step: medians. `as_own`: shards are
+    stepped as a rank's own tensors."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=in_lists)
+    if as_own:
+        step_local_parts(optimizer)
     passes, updates = [], []
     for _ in range(WARM_UP + STEPS):
         began = time.perf_counter()
@@ -64,14 +72,19 @@ def main() -> int:
     for units, parameters in SHAPES:
         plain, plain_update = seconds(layers(units, parameters), x)
         whole, update = seconds(sharded(layers(units, parameters)), x)
+        _, own = seconds(sharded(layers(units, parameters)), x, as_own=True)
         _, listed = seconds(layers(units, parameters), x, in_lists=True)
-        _, listed_shards = seconds(sharded(layers(units, parameters)), x, in_lists=True)
+        listed_shards, own_listed = (
+            seconds(sharded(layers(units, parameters)), x, in_lists=True, as_own=as_own)[1]
+            for as_own in (False, True)
+        )
         tensors = units * parameters
         sys.stdout.write(
             f"{units} units of {parameters}: hooks {(whole - plain) / units * 1e6:.0f} us a unit;"
             f" AdamW {plain_update / tensors * 1e6:.0f} us a tensor,"
-            f" {update / tensors * 1e6:.0f} a shard, in lists {listed / tensors * 1e6:.0f} and"
-            f" {listed_shards / tensors * 1e6:.0f}\n"
+            f" {update / tensors * 1e6:.0f} a shard, {own / tensors * 1e6:.0f} as our engines do;"
+            f" in lists {listed / tensors * 1e6:.0f}, {listed_shards / tensors * 1e6:.0f} and"
+            f" {own_listed / tensors * 1e6:.0f}\n"
         )
     dist.destroy_process_group()
     return 0

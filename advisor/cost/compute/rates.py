@@ -50,11 +50,10 @@ NARROW_BYTES = 4
 # loop, the operations of PowerSGD's hook).
 PLAIN_OPERATION = 0.2
 # Of one on a DTensor: it goes through torch's dispatcher in Python (torch 2.13: AdamW's nine
-# operations take 25 us a parameter, of shards 122: `python -m tests.benchmarks.shard_host`).
+# operations take 25 us a parameter, of shards 122: `python -m tests.benchmarks.shard_host`). Our
+# engines step a rank's own tensors of shards for torch's elementwise optimizers, at 2 us more than
+# plain ones.
 SHARD_OPERATION = 0.95
-# The same of one in a list of them, beyond a plain tensor's in a list (torch 2.13: 24 us for each
-# parameter in AdamW's nine). On accelerators our engines step Adam's and SGD's shards in lists.
-LISTED_SHARD_OPERATION = 0.18
 # Bytes that a convolution moves on a processor beside its own: oneDNN copies maps and weights into
 # blocks of channels and the result back, each read and written, in both products of a backward
 # (`ONEDNN_VERBOSE=1` lists them). In a bench of a processor a convolution of small maps took up to

@@ -8,7 +8,6 @@ from math import hypot, log
 
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.compute.rates import (
-    LISTED_SHARD_OPERATION,
     PLAIN_OPERATION,
     PYTHON_SHARE,
     SHARD_OPERATION,
@@ -27,7 +26,7 @@ from engines.plan import Plan, Recompute
 from profiles.machine.cluster import ClusterProfile, Device
 from profiles.model.profile import ModelProfile, Numerics
 from profiles.model.times import BlockTimes, UnitTiming
-from profiles.workload.optimizers import Upkeep
+from profiles.workload.optimizers import STEPS_OWN_PARTS, Upkeep
 from profiles.workload.stack import TORCH, Stack
 
 # Error of a roofline over unfused operations, in addition to its inputs' errors. Assumed until our
@@ -291,22 +290,24 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
 
     It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones. A
     processor updates tensor by tensor, which takes the host longer than a small tensor's bytes; an
-    accelerator's lists of tensors do not, but for shards, which the host takes apart while the
-    device works. Adafactor goes tensor by tensor on both, and waits for two norms of each
-    (torch/optim/_adafactor.py): 170 to 370 us a tensor in steps on an H200.
+    accelerator's lists of tensors do not. Optimizers that are not torch's, or look at more than an
+    element, go through shards one by one, on an accelerator while it works. Adafactor goes tensor
+    by tensor on both, and waits for two norms of each (torch/optim/_adafactor.py): 170 to 370 us a
+    tensor in steps on an H200.
     """
     if plan.offload.states and device.kind != "cpu":
         return update.moved_bytes / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
     moving = update.moved_bytes / CALIBRATION.bandwidth_bytes_per_s(device)
     reached = peak_flop_per_s(device, "bfloat16").value * matmul_fraction(device)
     host_s = update.read_back * device.launch_s.value
+    one_by_one = plan.data_parallel.is_sharded and update.name.lower() not in STEPS_OWN_PARTS
     if device.kind == "cpu":
-        operation = SHARD_OPERATION if plan.data_parallel.is_sharded else PLAIN_OPERATION
+        operation = SHARD_OPERATION if one_by_one else PLAIN_OPERATION
         host_s = update.operations * operation * device.launch_s.value
         host_s += new_memory_s(device, update.new_bytes)
-    elif plan.data_parallel.is_sharded:
-        listed_s = LISTED_SHARD_OPERATION * PYTHON_SHARE * device.launch_s.value
-        moving = max(moving, update.operations * listed_s)
+    elif one_by_one:
+        shard_s = SHARD_OPERATION * PYTHON_SHARE * device.launch_s.value
+        moving = max(moving, update.operations * shard_s)
     return moving + update.flop / reached + host_s
 
 
