@@ -273,7 +273,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
 
         Raises:
             BatchError: more rows than the plan's microbatches hold, or tensors that do not agree.
-            RankError: names a rank that is gone or late, and without which there is no step.
+            RankError: names a rank that failed, is gone or late, without which there is no step.
             NonFiniteError: a loss or a gradient is nan or inf on some rank; nothing was stepped.
             RankMismatchError: replicas' parameters differ.
             ShortageError: a rank ran out of memory, and no plan is left that takes less.
@@ -284,10 +284,11 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         with self.steps.noted(batch):
             loss = self.forward_backward(batch)
             self._exchange.note(loss, self._cutter.counted)
-            if self._max_grad_norm is not None:
-                self.clip_grad_norm_(self._max_grad_norm)
-            with self.steps.updating(), self._updating():
-                self.optimizer.step()
+            with self._updating():
+                if self._max_grad_norm is not None:
+                    self.clip_grad_norm_(self._max_grad_norm)
+                with self.steps.updating():
+                    self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return self._exchange.take_loss()
 

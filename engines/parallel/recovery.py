@@ -23,6 +23,7 @@ from engines.data.fsdp import start_over
 from engines.data.microbatches import MicrobatchCutter
 from engines.data.running_statistics import running_statistics
 from engines.plan import Compression, Offload, Plan
+from engines.runtime.failed_step import BrokenStep, is_of_others, leave_step
 from engines.runtime.failures import (
     announce_shortage,
     close_all_connections,
@@ -30,6 +31,7 @@ from engines.runtime.failures import (
     is_shortage_announced,
     reconnect,
 )
+from engines.runtime.mesh import Mesh
 from engines.runtime.random_states import random_states, restore_random_states
 from engines.runtime.shortage import Shortage, shortage_of
 from engines.runtime.steps import Steps
@@ -77,6 +79,8 @@ class RecoveryMixin:
     step: int
     steps: Steps
     _cutter: MicrobatchCutter
+    _ended: BrokenStep | None = None
+    _mesh: Mesh
     _profile: ModelProfile
     _runner: Callable[..., Any]
     _state: _StepState | None = None
@@ -88,8 +92,10 @@ class RecoveryMixin:
 
         Raises:
             ShortageError: on all ranks, if no plan is left that can be followed here.
+            RankError: another rank failed in this step, or in one that ended the job.
         """
         retries = 0
+        self._require_connections()
         while True:
             before = self._record_state() if self.next_plan else None
             try:
@@ -98,12 +104,16 @@ class RecoveryMixin:
             except BaseException as error:
                 own = shortage_of(error, rank=self._world.rank, device=self._world.device)
                 self._discard_gradients()
-                if own is None and not self._is_shortage_elsewhere(error):
-                    raise
+                is_elsewhere = own is None and self._is_shortage_elsewhere(error)
                 because = self._why_not_repeated(before)
                 if because and own is not None:
-                    raise self._shortage_error(own, self._answer(own), because) from error
-                if because:
+                    shortage = self._shortage_error(own, self._answer(own), because)
+                    if self.plan.pp == 1:  # a pipeline has closed its connections
+                        self._leave_step(shortage, before)
+                    raise shortage from error
+                if own is None and not is_elsewhere:
+                    self._leave_step(error, before)
+                if because or not (own or is_elsewhere):
                     raise
             # Outside of `except`: the error holds the tensors of the step.
             self._recover(own, is_last=retries == MOST_RETRIES)
@@ -113,15 +123,54 @@ class RecoveryMixin:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Guard the optimizer: one that runs out of memory leaves parameters half stepped."""
+        """Guard the optimizer: one that fails leaves parameters half stepped."""
         try:
             yield
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             own = shortage_of(error, rank=self._world.rank, device=self._world.device)
-            if own is None:
-                raise
             because = "in the update, which may have changed some parameters"
-            raise self._shortage_error(own, self._answer(own), because) from error
+            if own is None:
+                self._leave_step(error, None, because)
+                raise
+            shortage = self._shortage_error(own, self._answer(own), because)
+            self._leave_step(shortage, None, because)
+            raise shortage from error
+
+    def _leave_step(
+        self, error: BaseException, before: _StepState | None, why_not: str = ""
+    ) -> None:
+        """Leave a step that raised `error` together with all ranks, so that none waits for another.
+
+        Raises:
+            RankError: names the rank that failed, if that is another one.
+        """
+        world = self._world
+        can_meet = world.size > 1 and not world.is_fake and self.plan.updates_in_step
+        if not can_meet or not isinstance(error, Exception):
+            return
+        if not why_not:
+            unknown = "and the state before it is unknown (`auto_parallelize` records it)"
+            why_not = unknown if before is None else self._why_not_repeated(before)
+        broken = leave_step(
+            error,
+            step=self.step + 1,
+            why_not=f"the step failed {why_not}" if why_not else "",
+            timeout_s=world.timeout_s,
+            uneven=self._mesh.uneven_groups,
+        )
+        if broken is None:
+            return
+        if broken.why_ended:
+            self._ended = broken
+        elif broken.is_reconnected and before is not None:
+            self._begin_anew()
+            before.restore()
+        if is_of_others(error) and not broken.is_named:
+            raise broken.error() from error
+
+    def _require_connections(self) -> None:
+        if self._ended is not None:
+            raise self._ended.error()
 
     def _in_step(self) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -208,11 +257,15 @@ class RecoveryMixin:
     def _adopt(self, plan: Plan) -> None:
         if plan.recompute is not self.plan.recompute:
             recompute_blocks(self.module, plan.recompute, profile=self._profile)
+        self.plan = plan
+        self._begin_anew()
+        self.steps.is_kept = True  # times of two plans say nothing of either
+
+    def _begin_anew(self) -> None:
+        """Forget a step that broke off in the middle of its exchanges; all ranks call it."""
         if isinstance(self._runner, DistributedDataParallel):
             forget_backward_underway(self._runner)
-        self.plan = plan
-        self._cutter.follow(plan)
-        self.steps.is_kept = True  # times of two plans say nothing of either
+        self._cutter.follow(self.plan)
 
     def _shortage_error(self, shortage: Shortage, answer: NextPlan, because: str) -> ShortageError:
         hints = ["take a plan with a smaller microbatch_size and more accumulation, or recompute"]

@@ -98,7 +98,7 @@ def abort_groups(error: BaseException) -> None:
 
 def publish_error(error: BaseException) -> None:
     """Publish `error` as the failure of this rank."""
-    publish_failure(f"rank {dist.get_rank()} failed: {_line(error)}")
+    publish_failure(f"rank {dist.get_rank()} failed: {error_line(error)}")
 
 
 def publish_failure(line: str, store: dist.Store | None = None) -> None:
@@ -141,7 +141,7 @@ def reconnect(*, timeout_s: float) -> None:
         reconnect_groups(number, timeout_s=timeout_s)
     except RuntimeError as error:
         raise RankError(
-            f"the groups of this job could not be connected again: {_line(error)}",
+            f"the groups of this job could not be connected again: {error_line(error)}",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
             hints=["look at the output of the other ranks"],
         ) from error
@@ -259,7 +259,7 @@ def all_ranks_succeed(doing: str, *, timeout_s: float) -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(RuntimeError):
-            store.set(f"{key}{rank}", f"rank {rank} failed: {_line(error)}")
+            store.set(f"{key}{rank}", f"rank {rank} failed: {error_line(error)}")
             store.set(f"{key}{rank}/heard", "")  # it will not read what the others say
             outlive_readers(store, (f"{key}{other}/heard" for other in range(1, size)))
         raise
@@ -282,7 +282,7 @@ def all_ranks_succeed(doing: str, *, timeout_s: float) -> Iterator[None]:
             )
 
 
-def _line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Type and first line."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

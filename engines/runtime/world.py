@@ -18,6 +18,7 @@ import torch.distributed as dist
 from engines.plan import Plan
 from engines.runtime.activity import activity
 from engines.runtime.data_place import earlier_end
+from engines.runtime.failed_step import reported_failure
 from engines.runtime.failures import (
     close_all_connections,
     first_failure,
@@ -140,7 +141,8 @@ def rank_error_context(doing: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_lost_contact(error):
             raise
-        failure = first_failure() or str(earlier_end(activity.data) or "") or _missing()
+        failure = first_failure() or reported_failure() or str(earlier_end(activity.data) or "")
+        failure = failure or _missing()
         raise RankError(
             f"lost contact with another rank while {doing}{failure and f': {failure}'}",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
