@@ -166,7 +166,7 @@ class RecoveryMixin:
             self._begin_anew()
             before.restore()
         if is_of_others(error) and not broken.is_named:
-            raise broken.error() from error
+            raise broken.error() from (error.__cause__ or error)
 
     def _require_connections(self) -> None:
         if self._ended is not None:
