@@ -317,7 +317,7 @@ class Denoiser(nn.Module):
         return out
 
 
-def _pictures(pixels: int, classes: int) -> BatchMaker:
+def pictures(pixels: int, classes: int) -> BatchMaker:
     def batch(rows: int) -> Batch:
         labels = torch.randint(classes, (rows,), generator=draw(rows))
         return torch.randn(rows, 3, pixels, pixels, generator=draw(rows)), labels
@@ -325,7 +325,7 @@ def _pictures(pixels: int, classes: int) -> BatchMaker:
     return batch
 
 
-def _normal(shape: tuple[int, ...], target: tuple[int, ...]) -> BatchMaker:
+def normal(shape: tuple[int, ...], target: tuple[int, ...]) -> BatchMaker:
     """Values and targets of these shapes a row."""
 
     def batch(rows: int) -> Batch:
@@ -338,7 +338,7 @@ def _normal(shape: tuple[int, ...], target: tuple[int, ...]) -> BatchMaker:
     return batch
 
 
-def _classes(shape: tuple[int, ...], labelled: tuple[int, ...], classes: int) -> BatchMaker:
+def classes(shape: tuple[int, ...], labelled: tuple[int, ...], classes: int) -> BatchMaker:
     """Values, and classes of this shape a row."""
 
     def batch(rows: int) -> Batch:
@@ -367,20 +367,20 @@ def _graphs(rows: int) -> Batch:
 
 
 PROGRAMS: dict[str, Subject] = {
-    "ViT, 3 M": Subject(SmallViT, _pictures(32, 10), 256, F.cross_entropy),
-    "ResNet-18": Subject(resnet18, _pictures(224, 1000), 128, F.cross_entropy),
-    "inverted bottlenecks": Subject(efficient, _pictures(224, 1000), 64, F.cross_entropy),
+    "ViT, 3 M": Subject(SmallViT, pictures(32, 10), 256, F.cross_entropy),
+    "ResNet-18": Subject(resnet18, pictures(224, 1000), 128, F.cross_entropy),
+    "inverted bottlenecks": Subject(efficient, pictures(224, 1000), 64, F.cross_entropy),
     "letters, GPT of 11 M": gpt_of(layers=6, heads=6, width=384, length=256, vocabulary=128),
     "GRU tagger": Subject(GruTagger, _tags, 64, F.cross_entropy),
-    "cell in a loop": Subject(CellLoop, _normal((64, 32), ()), 256, F.mse_loss),
-    "temporal convolutions": Subject(tcn, _normal((16, 1024), (1024,)), 32, F.mse_loss),
+    "cell in a loop": Subject(CellLoop, normal((64, 32), ()), 256, F.mse_loss),
+    "temporal convolutions": Subject(tcn, normal((16, 1024), (1024,)), 32, F.mse_loss),
     "translator": Subject(Translator, _sentences, 32, F.cross_entropy),
-    "MLP-Mixer": Subject(Mixer, _pictures(224, 1000), 64, F.cross_entropy),
-    "autoencoder": Subject(autoencoder, _normal((3, 128, 128), (3, 128, 128)), 64, F.mse_loss),
-    "scans, 3-d U-Net": Subject(Volumes, _classes((1, 64, 64, 64), (64, 64, 64), 4), 4,
+    "MLP-Mixer": Subject(Mixer, pictures(224, 1000), 64, F.cross_entropy),
+    "autoencoder": Subject(autoencoder, normal((3, 128, 128), (3, 128, 128)), 64, F.mse_loss),
+    "scans, 3-d U-Net": Subject(Volumes, classes((1, 64, 64, 64), (64, 64, 64), 4), 4,
                                 F.cross_entropy),
-    "tables, MLP": Subject(tabular, _classes((200,), (), 2), 4096, F.cross_entropy),
-    "point clouds": Subject(Points, _classes((3, 2048), (), 40), 32, F.cross_entropy),
+    "tables, MLP": Subject(tabular, classes((200,), (), 2), 4096, F.cross_entropy),
+    "point clouds": Subject(Points, classes((3, 2048), (), 40), 32, F.cross_entropy),
     "graphs": Subject(GraphLayers, _graphs, 64, F.mse_loss),
-    "denoiser": Subject(Denoiser, _normal((3, 64, 64), (3, 64, 64)), 32, F.mse_loss),
+    "denoiser": Subject(Denoiser, normal((3, 64, 64), (3, 64, 64)), 32, F.mse_loss),
 }  # fmt: skip

@@ -23,6 +23,7 @@ from profiles.capture.batch.call import Batch
 from profiles.capture.batch.tree import map_batch
 from profiles.errors import PlanError
 from tests.gpu.case import Case
+from tests.gpu.more_programs import MORE_PROGRAMS
 from tests.gpu.predict import (
     EXACT,
     OPTIMIZERS,
@@ -78,7 +79,8 @@ UNSEEN_VARIANT = VARIANTS[0]
 PROGRAM_VARIANTS = (VARIANTS[0], Variant("", "sgd-momentum"))
 IN_TF32 = Variant("", "sgd-momentum", tf32=True)
 CONVOLVE = ("ResNet-18", "inverted bottlenecks", "GRU tagger", "denoiser")
-EVERY = SUBJECTS | UNSEEN | PROGRAMS
+MORE_VARIANTS = (VARIANTS[0], IN_TF32)
+EVERY = SUBJECTS | UNSEEN | PROGRAMS | MORE_PROGRAMS
 SMALL_VARIANTS = (Variant("accumulation=2"),)
 
 
@@ -100,6 +102,7 @@ def cases(*, is_small: bool) -> list[Case]:
         every += [(name, UNSEEN_VARIANT) for name in UNSEEN]
         every += [(name, variant) for variant in PROGRAM_VARIANTS for name in PROGRAMS]
         every += [(name, IN_TF32) for name in CONVOLVE]
+        every += [(name, variant) for variant in MORE_VARIANTS for name in MORE_PROGRAMS]
     return [
         Case(f"{name}: {variant}", functools.partial(_run, name, variant), is_small=is_small)
         for name, variant in every

@@ -54,6 +54,9 @@ PLAIN_OPERATION = 0.2
 # engines step a rank's own tensors of shards for torch's elementwise optimizers, at 2 us more than
 # plain ones.
 SHARD_OPERATION = 0.95
+# The same of a tensor in a list: 19 us a parameter of AdamW's nine operations and 4.7 of SGD's
+# three on an H200's host whose kernels take 41 (torch 2.11, 100 small parameters).
+LISTED_OPERATION = 0.05
 # Bytes that a convolution moves on a processor beside its own: oneDNN copies maps and weights into
 # blocks of channels and the result back, each read and written, in both products of a backward
 # (`ONEDNN_VERBOSE=1` lists them). In a bench of a processor a convolution of small maps took up to

@@ -25,6 +25,10 @@ from profiles.workload.stack import Selective, Stack
 # repeated: 20 to 28 us beside launches of 14. Selective recompute sees every operator in a mode,
 # twice, views too, which are nearly two for a kernel: 45 to 90 us a kernel.
 HOOKS, MODES = 2, 5
+# Of these a cast is as many as any other kernel; a plan in 16 bits has 1.4 times the kernels that
+# its casts, which are 0.45 of one, leave in the counts (a GPT under autocast).
+WITH_CASTS = 1.4
+HALF_BYTES = 2
 # Hooks of FSDP2 (2.13) in a forward or a backward, in launches: of a unit, and of each of its
 # parameters, which are copied into a buffer and out of it, and swapped. 280 us and 28 for both, in
 # one process on a processor whose launches take 14 (`python -m tests.benchmarks.shard_host`). On an
@@ -167,8 +171,9 @@ class UnitPasses:
     def time(self, recompute: Recompute, stack: Stack) -> UnitTime:
         """Seconds of the unit with its recompute."""
         again = self._again(recompute, stack) if self.unit.is_block else (0.0, 0.0)
-        # Repeated kernels leave the host no more time than they take.
-        ahead = max(0.0, self.backward[2] - again[1]) if again[0] else self.backward[2]
+        ahead = self.backward[2]
+        if again[0]:
+            ahead = _ahead_s(self.rates, self.backward[0] + again[0], self._all(recompute, stack))
         return UnitTime(
             forward_s=self.forward[0],
             backward_s=self.backward[0],
@@ -200,10 +205,16 @@ class UnitPasses:
     def _repeated(self, busy: float, recompute: Recompute, stack: Stack) -> tuple[float, float]:
         """Seconds of a forward again; the host's work hides behind the whole backward too."""
         unit, rates, backward = self.unit, self.rates, self.backward
-        kernels = sum(self.kernels)
-        kernels += self.hooks + self.python * checkpoint_launches(unit, recompute, stack)
+        kernels = self._all(recompute, stack)
         behind = _launching_s(rates, backward[0] + busy, kernels) - backward[1]
         return busy, max(behind, _launching_s(rates, busy, self.kernels[0]))
+
+    def _all(self, recompute: Recompute, stack: Stack) -> float:
+        """Launches of a forward again and the backward."""
+        own = sum(self.kernels) + self.hooks
+        is_half = self.rates.device.kind != "cpu" and self.rates.operand_bytes <= HALF_BYTES
+        share = self.python * (WITH_CASTS if is_half else 1.0)
+        return own + share * checkpoint_launches(self.unit, recompute, stack)
 
 
 def _launching_s(rates: Rates, busy: float, kernels: float) -> float:

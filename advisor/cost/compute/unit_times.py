@@ -8,6 +8,7 @@ from math import hypot, log
 
 from advisor.cost.calibration import CALIBRATION, Calibration
 from advisor.cost.compute.rates import (
+    LISTED_OPERATION,
     PLAIN_OPERATION,
     PYTHON_SHARE,
     SHARD_OPERATION,
@@ -56,6 +57,11 @@ class Busy:
     @property
     def total(self) -> float:
         return self.compute_s + self.recompute_s + self.launch_s
+
+    @property
+    def waiting(self) -> float:
+        """Share of the seconds in which the device waits for its host."""
+        return self.launch_s / self.total if self.total else 0.0
 
     def times(self, factor: float) -> Busy:
         """All of it as many times as long."""
@@ -285,15 +291,21 @@ def _spread(timing: UnitTiming) -> float:
     return sum(part.high_s - part.low_s for part in parts) / (2 * median) if median else 0.0
 
 
-def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> float:
+def optimizer_s(
+    plan: Plan, update: Upkeep, *, device: Device, ranks: int, waiting: float = 0.0
+) -> float:
     """Update of a rank's parameters, on the host if states are offloaded.
 
     It moves bytes; the few optimizers that multiply matrices do that in bf16, on large ones. A
     processor updates tensor by tensor, which takes the host longer than a small tensor's bytes; an
-    accelerator's lists of tensors do not. Optimizers that are not torch's, or look at more than an
-    element, go through shards one by one, on an accelerator while it works. Adafactor goes tensor
-    by tensor on both, and waits for two norms of each (torch/optim/_adafactor.py): 170 to 370 us a
-    tensor in steps on an H200.
+    accelerator takes lists, which the host makes while the device works. Optimizers that are not
+    torch's, or look at more than an element, go through shards one by one, on an accelerator while
+    it works. Adafactor goes tensor by tensor on both, and waits for two norms of each
+    (torch/optim/_adafactor.py): 170 to 370 us a tensor in steps on an H200.
+
+    Args:
+        waiting: share of the passes in which an accelerator waits for its host, as it does then for
+            lists; 0 for a lower bound.
     """
     if plan.offload.states and device.kind != "cpu":
         return update.moved_bytes / (HOST_BANDWIDTH_BYTES_PER_S / ranks)
@@ -308,6 +320,9 @@ def optimizer_s(plan: Plan, update: Upkeep, *, device: Device, ranks: int) -> fl
     elif one_by_one:
         shard_s = SHARD_OPERATION * PYTHON_SHARE * device.launch_s.value
         moving = max(moving, update.operations * shard_s)
+    else:
+        listed_s = LISTED_OPERATION * device.launch_s.value
+        moving = max(moving, waiting * update.operations * listed_s)
     return moving + update.flop / reached + host_s
 
 

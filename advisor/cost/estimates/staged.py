@@ -128,7 +128,12 @@ def staged(model: CostContext, plan: Plan) -> Estimate:
         memory=memory,
         busy=busy,
         update_s=slowest_s(
-            [optimizer_s(plan, each, device=device, ranks=ranks) for each in updates], plan, cluster
+            [
+                optimizer_s(plan, each, device=device, ranks=ranks, waiting=busy.waiting)
+                for each in updates
+            ],
+            plan,
+            cluster,
         ),
         exposed_s=exposed,
         overlapped_s=max(0.0, sent - exposed) if model.overlaps else 0.0,

@@ -133,7 +133,7 @@ def threaded(model: CostContext, plan: Plan) -> Estimate:
         plan,
         memory=memory,
         busy=busy,
-        update_s=optimizer_s(own, update, device=device, ranks=1),
+        update_s=optimizer_s(own, update, device=device, ranks=1, waiting=busy.waiting),
         exposed_s=sent_s,
         overlapped_s=0.0,
         sent_s=sent_s,

@@ -56,7 +56,8 @@ def updated(model: CostContext, plan: Plan) -> Estimate:
     update = model.update(own, 0, len(facts.model.units))
     computing = model.computing(own, loads)
     busy = busy_s(computing, plan.forwards)
-    update_s = optimizer_s(own, update, device=device, ranks=facts.cluster.devices_per_node)
+    ranks = facts.cluster.devices_per_node
+    update_s = optimizer_s(own, update, device=device, ranks=ranks, waiting=busy.waiting)
     if plan.servers:
         served = Served.of(plan, facts.cluster, payload_bytes=loads.gradient_bytes)
         update_s /= plan.servers
