@@ -204,7 +204,7 @@ class UnitPasses:
 
     def _repeated(self, busy: float, recompute: Recompute, stack: Stack) -> tuple[float, float]:
         """Seconds of a forward again; the host's work hides behind the whole backward too."""
-        unit, rates, backward = self.unit, self.rates, self.backward
+        rates, backward = self.rates, self.backward
         kernels = self._all(recompute, stack)
         behind = _launching_s(rates, backward[0] + busy, kernels) - backward[1]
         return busy, max(behind, _launching_s(rates, busy, self.kernels[0]))
