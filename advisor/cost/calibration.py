@@ -75,6 +75,8 @@ class Calibration(Record):
         matmul_slots: the same of a matrix product: 51 of 67 TFLOP/s on an H200 (`make gpu`).
         winograd: rate of Winograd convolutions, as a share of what their fewer multiplications
             allow. Prior 0.65: the rest is for transforms.
+        norm_slots: instructions for each element that cuDNN's training norms of images read or
+            write. Prior 57: measured on an A100 in 16 bits, beyond its bandwidth.
         norm_cycles: of a block of threads for an element of its channel that a batch norm sums.
             Prior 2: torch's own kernels, which bf16 takes, on an H200 (`make gpu`).
         depthwise: share of the fp32 peak that convolutions with a group for each channel reach.
@@ -104,6 +106,7 @@ class Calibration(Record):
     vector_slots: PositiveFloat = 1.54
     matmul_slots: PositiveFloat = 1.32
     winograd: PositiveFloat = 0.685
+    norm_slots: PositiveFloat = 57.9
     norm_cycles: PositiveFloat = 2.0
     depthwise: PositiveFloat = 0.13
     flash1: PositiveFloat = 0.308

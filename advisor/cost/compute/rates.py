@@ -57,6 +57,8 @@ SHARD_OPERATION = 0.95
 # The same of a tensor in a list: 19 us a parameter of AdamW's nine operations and 4.7 of SGD's
 # three on an H200's host whose kernels take 41 (torch 2.11, 100 small parameters).
 LISTED_OPERATION = 0.05
+# Host time of an update and of a step's own work, by launches, whatever the parameters: 0.4 ms.
+UPDATE_LAUNCHES = 10
 # Bytes that a convolution moves on a processor beside its own: oneDNN copies maps and weights into
 # blocks of channels and the result back, each read and written, in both products of a backward
 # (`ONEDNN_VERBOSE=1` lists them). In a bench of a processor a convolution of small maps took up to
@@ -316,11 +318,15 @@ class DeviceRates:
         return flop / (peak * share) + self.core_s(cycles)
 
     def _norm_s(self, norm: ProductLoad, moved_bytes: float, *, forward: bool) -> float:
-        """Seconds of a batch norm: cuDNN's, or torch's own in bf16, which sums by channels, and in
-        a forward reads and writes in another kernel."""
+        """Seconds of a batch norm: cuDNN's, or torch's own in bf16, which in a forward reads and
+        writes in another kernel. Both sum by channels; where nobody counted kernels, cuDNN's take
+        an average for each element."""
         moving = moved_bytes / self.elementwise
         if self.device.kind == "cpu":
             return moving
+        if not self.has_own_norms and self.vectors is None:
+            slots = NORM_PASSES * norm.m * norm.n * self.calibration.norm_slots
+            return max(slots / issue_per_s(self.device), moving)
         if not self.has_own_norms:
             summing = block_s(self.device, norm, cycles=CUDNN_CYCLES, forward=forward)
             return max(summing, moving)
@@ -348,8 +354,9 @@ class DeviceRates:
         return max(flop / (self.peak * share), moved_bytes / self.bandwidth)
 
     def _backward_share(self, *, forward: bool) -> float:
-        """Rate of a convolution over that of its forward."""
+        """Rate of a convolution over that of its forward, where kernels were counted."""
         is_rounded = self.has_units and self.operand_bytes == WIDE_BYTES
+        is_rounded = is_rounded and self.vectors is not None
         return BACKWARD_IN_TF32 if is_rounded and not forward else 1.0
 
     @property
@@ -381,5 +388,7 @@ def _written(product: ProductLoad, flop: float) -> float:
 # the gradient of the weight there than in 16 bits (1.9 times as slow for a ResNet-18 and a denoiser
 # on an H200, by their kernels; single ones of 64 to 512 channels 1.6 to 1.8).
 BACKWARD_IN_TF32 = 0.55
+# Of an element by a training norm: three forward (twice the input, the result), five backward.
+NORM_PASSES = (3 + 5) / 2
 _WIDE = ("float32", "tfloat32")
 WIDE_BYTES = 4

@@ -12,6 +12,7 @@ from advisor.cost.compute.rates import (
     PLAIN_OPERATION,
     PYTHON_SHARE,
     SHARD_OPERATION,
+    UPDATE_LAUNCHES,
     operation_s,
 )
 from advisor.cost.compute.rates import DeviceRates as Rates
@@ -321,8 +322,8 @@ def optimizer_s(
         shard_s = SHARD_OPERATION * PYTHON_SHARE * device.launch_s.value
         moving = max(moving, update.operations * shard_s)
     else:
-        listed_s = LISTED_OPERATION * device.launch_s.value
-        moving = max(moving, waiting * update.operations * listed_s)
+        listed = UPDATE_LAUNCHES + LISTED_OPERATION * update.operations
+        moving = max(moving, waiting * listed * device.launch_s.value)
     return moving + update.flop / reached + host_s
 
 
