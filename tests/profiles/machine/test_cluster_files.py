@@ -206,5 +206,5 @@ def test_the_file_reads_as_people_write_it() -> None:
     assert 'host_memory = { value = "2048 GiB", source = "datasheet"' in text
     assert 'memory = { value = "79.1 GiB", source = "datasheet", relative_error = 0.02' in text
     assert '\nbfloat16 = { value = "989 TFLOP/s", source = "datasheet"' in text
-    assert 'launch = { value = "20 us"' in text
+    assert 'launch = { value = "33 us"' in text
     assert '[inter]\nname = "IB NDR 8x400Gb (DGX H100)"\nbandwidth = { value = "372 GB/s"' in text

@@ -54,13 +54,13 @@ def test_traffic_of_threads_is_never_overlapped(facts: Facts) -> None:
 
 
 def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
-    """With one image a step takes as long as its launches. With 18, one device hides nearly all
-    of its own launches, with 72 all of them, but not the launches of four devices. Gradients are
+    """With one image a step takes as long as its launches. With 30, one device hides nearly all
+    of its own launches, with 120 all of them, but not the launches of four devices. Gradients are
     accumulated on the first device only, one launch a tensor."""
     model, launch_s = facts.model, facts.cluster.device.launch_s.value
     costs = [unit.cost(Numerics.AS_BUILT) for unit in model.units]
     launches = sum(cost.forward_kernels + cost.backward_kernels for cost in costs)
-    for images in (1, 18):
+    for images in (1, 30):
         words = f"dp_replicate={DEVICES} microbatch_size={images} accumulation={ROUNDS}"
         ours, ddp = (
             CostModel(facts).estimate(Plan.parse(f"data_parallel={kind} {words}")).time
@@ -69,7 +69,7 @@ def test_one_interpreter_launches_for_all_devices(facts: Facts) -> None:
         once = ROUNDS * launches * launch_s
         adding = (ROUNDS - 1) * TENSORS * launch_s
         assert ours.compute_s + ours.launch_s == pytest.approx(DEVICES * once + adding)
-        if images == 18:
+        if images == 30:
             assert ddp.launch_s < adding  # of the additions alone
             alone = Plan.parse(f"dp_replicate={DEVICES} microbatch_size={4 * images}")
             assert CostModel(facts).estimate(alone).time.launch_s == 0
@@ -103,7 +103,7 @@ def test_the_first_device_computes_the_loss_of_all_outputs() -> None:
 
 
 def test_threads_are_compared_on_request_and_lose_to_ddp(facts: Facts) -> None:
-    batch = facts.workload.model_copy(update={"global_batch_size": DEVICES * 32})
+    batch = facts.workload.model_copy(update={"global_batch_size": DEVICES * 64})
     small = Facts(model=facts.model, cluster=facts.cluster, workload=batch)
     decision = choose(small, partial=PartialPlan(zero=0))
     assert decision.plan.dp_replicate == DEVICES
