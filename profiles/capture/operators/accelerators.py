@@ -102,7 +102,11 @@ def _dropping(is_on: bool) -> Iterator[None]:
 
 def _attended(func: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The call as the first kernel that takes it runs it."""
-    mask, fused = given.get("attn_mask"), {**given, "dropout_p": 0.0}
+    mask = given.get("attn_mask")
+    if mask is not None and mask.dim() == 3:  # a processor's kernel takes two or four
+        mask = mask.unsqueeze(0)
+        given = {**given, "attn_mask": mask}
+    fused = {**given, "dropout_p": 0.0}
     if given["query"].shape[-1] != given["value"].shape[-1] and _is_plain(given):
         return _attended_unevenly(given)
     if not _is_grouped_in_fp32(given):

@@ -117,6 +117,15 @@ class Latent(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
+def test_so_does_one_without_a_dimension_of_rows() -> None:
+    """A bias (heads, T, T): a processor's kernel takes two dimensions or four, CUDA's three too."""
+    model = Attention(0.0, bias=True)
+    expected = activation_bytes(profile(model, on_processor=False))
+    model.bias = nn.Parameter(torch.zeros(HEADS, TOKENS, TOKENS))
+    assert activation_bytes(profile(model, on_processor=False)) == expected
+    assert activation_bytes(profile(model, on_processor=True)) > 1.5 * expected
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_values_narrower_than_queries_keep_no_scores_on_accelerators(dropout: float) -> None:
     """Kept are queries, keys, values, the output and a sum for each query."""
