@@ -213,20 +213,20 @@ class _Cell(torch.autograd.Function):
         *biases: Tensor,
     ) -> tuple[Tensor, ...]:
         rows, width = last.shape
-        kept = of_value.new_empty(rows, (cell.workspace or cell.gates) * width)
+        saved = of_value.new_empty(rows, (cell.workspace or cell.gates) * width)
         states = [of_value.new_empty(rows, width) for _ in range(count)]
-        made = kept.nbytes + count * states[0].nbytes
+        made = saved.nbytes + count * states[0].nbytes
         moved = 2 * of_value.nbytes + last.nbytes + made
         scope.forward.add(flop=0, moved_bytes=moved, kernels=1)
         ctx.cell, ctx.scope, ctx.biases = cell, scope, len(biases)
-        ctx.save_for_backward(kept, last, states[-1], of_value, of_state)
+        ctx.save_for_backward(saved, last, states[-1], of_value, of_state)
         return tuple(states)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kept, last, state, *_products = ctx.saved_tensors
-        gates = kept.new_empty(len(kept), ctx.cell.gates * last.shape[-1])
-        moved = kept.nbytes + gates.nbytes + 3 * last.nbytes + state.nbytes
+        saved, last, state, *_products = ctx.saved_tensors
+        gates = saved.new_empty(len(saved), ctx.cell.gates * last.shape[-1])
+        moved = saved.nbytes + gates.nbytes + 3 * last.nbytes + state.nbytes
         ctx.scope.backward.add(flop=0, moved_bytes=moved, kernels=1)
         of_biases = [torch.sum(gates, 0)] * ctx.biases if ctx.biases else []
         return None, None, None, gates, gates, torch.empty_like(last), *of_biases
