@@ -44,6 +44,7 @@ _IN_FLOAT32 = frozenset(
     )
 )
 _NARROW = (torch.bfloat16, torch.float16)
+_RMS_NORMS = (F.rms_norm, torch.rms_norm)
 _DROPS: ContextVar[bool] = ContextVar("scores are dropped", default=False)
 
 
@@ -55,7 +56,8 @@ class AcceleratorOperators(TorchFunctionMode):
     memory-efficient, cuDNN: `sdp_utils.cpp`), and keep a seed. The memory-efficient one also gives
     a mask its gradient where the mask's last dimension is dense (Swin's bias; T5's is permuted, and
     written out on both). Grouped queries in fp32 are written out: flash kernels and cuDNN are for
-    16 bits. Dropout keeps a mask of bytes, on processors one of numbers.
+    16 bits. Dropout keeps a mask of bytes, on processors one of numbers. Root-mean-square norms are
+    one kernel, which saves its input.
     """
 
     def __torch_function__(
@@ -72,12 +74,28 @@ class AcceleratorOperators(TorchFunctionMode):
             given = _OF_MODULES.bind(*args, **kwargs).arguments
             with _dropping(bool(given.get("training", True) and given["dropout_p"])):
                 return func(**_without_dropout(given))
+        if func in _RMS_NORMS and (normed := _normed(*args, **kwargs)) is not None:
+            return normed
         if func is F.dropout and (dropped := _dropped(*args, **kwargs)) is not None:
             return dropped
         is_lowered = torch.is_autocast_enabled("cpu")
         if is_lowered and getattr(func, "__name__", "").strip("_") in _IN_FLOAT32:
             args, kwargs = map_tensors(_widened, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _normed(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor | None:
+    """The result of a root-mean-square norm, where one kernel computes it on CUDA: that of layer
+    norms with another flag (torch 2.11, `_fused_rms_norm` in layer_norm_kernel.cu; processors go
+    operation by operation). Only its shape is right."""
+    if not is_fake(input) or (weight is not None and weight.dtype != input.dtype):
+        return None
+    return F.layer_norm(input, normalized_shape, weight)
 
 
 def _without_dropout(given: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from profiles.capture.capture import capture
 from profiles.capture.operators.accelerators import AcceleratorOperators, _written_out
 from profiles.model import attention_kernels
-from profiles.model.profile import ModelProfile, Numerics
+from profiles.model.profile import ModelProfile, Numerics, UnitCost
 from profiles.model.work import AttentionCall, Product, ProductKind
 from tests.profiles.capture.equal_profiles import without_cycles
 
@@ -284,6 +284,25 @@ def test_in_fp32_they_are_as_on_a_processor() -> None:
         for on_processor in (False, True)
     )
     assert without_cycles(there).units == without_cycles(here).units
+
+
+def test_a_root_mean_square_norm_is_one_kernel_that_saves_its_input_on_accelerators() -> None:
+    """A traced step of a decoder on an H200 has `_fused_rms_norm` for each, and one backward; with
+    a weight of another dtype torch takes it apart there too."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    kinds = (Numerics.AS_BUILT, Numerics.BF16, Numerics.BF16_AUTOCAST)
+
+    def norm(on_processor: bool) -> list[UnitCost]:
+        sample = torch.zeros(2, TOKENS, WIDTH)
+        units = capture(model, sample, numerics=kinds, on_processor=on_processor).units
+        return [next(unit for unit in units if unit.name == "1").cost(kind) for kind in kinds]
+
+    for cost, nbytes in zip(norm(False)[:2], (4, 2), strict=True):
+        assert (cost.forward_kernels, cost.backward_kernels) == (1, 1)
+        rows = 2 * nbytes * TOKENS  # mean and deviation of each
+        assert cost.activation_bytes.per_sample == nbytes * TOKENS * WIDTH + rows
+    assert norm(False)[2].forward_kernels > 4
+    assert norm(True)[0].forward_kernels > 4
 
 
 @pytest.mark.parametrize(
