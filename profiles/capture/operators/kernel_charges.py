@@ -29,9 +29,6 @@ _COPIES = ("copy_", "_to_copy", "clone")
 _ELEMENTWISE = ("masked_fill_", "hardtanh_backward", "leaky_relu_backward", "elu_backward")
 # Elementwise with a time of their own.
 _OWN = ("gelu", "gelu_backward", "silu", "silu_backward")
-# Beside their own: rows are sorted and counted by a dozen and more kernels of a library, which take
-# the host 0.3 ms (20 tables on an H200).
-_MANY = {"embedding_dense_backward": 6}
 # Where operators have the dimension of a softmax.
 _DIM = {"_softmax": 1, "_log_softmax": 1, "_safe_softmax": 1}
 _DIM |= {"_softmax_backward_data": 2, "_log_softmax_backward_data": 2}
@@ -51,7 +48,7 @@ def kernel_charge(
     dim = args[_DIM[name]] if name in _DIM else -1
     own = charge(name, [*map(operand, inputs)], [*map(operand, outputs)], dim=dim)
     own = own.plus(_of_depthwise(operator, args, outputs))
-    own = own.plus(Charge(kernels=_further_kernels(operator, args, outputs) + _MANY.get(name, 0)))
+    own = own.plus(Charge(kernels=_further_kernels(operator, args, outputs)))
     is_half = bool(outputs) and outputs[0].element_size() <= HALF_BYTES
     return own.plus(turned(_turned_bytes(operator, args, outputs))) if is_half else own
 

@@ -48,7 +48,8 @@ def embedding(weight: Array, ids: Array) -> Array:
     ids = tape.save(ids)
     out = tape.empty((*ids.shape, shape[1]), weight.dtype)
     tape.launch([weight, ids], [out], gathers=True, fusing=GATHER._replace(is_fusible=False))
-    tape.record([out], [weight], lambda g: [g.tape.run([g, ids], shape, g.dtype, fusing=ALONE)])
+    options = {"fusing": ALONE, "kernel": "embedding_dense_backward"}
+    tape.record([out], [weight], lambda g: [g.tape.run([g, ids], shape, g.dtype, **options)])
     return out
 
 

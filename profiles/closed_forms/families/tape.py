@@ -217,6 +217,9 @@ class Tape:
         laid = turned_bytes if outputs[0].dtype is DType.FLOAT32 else 0  # see `Work.turned_bytes`
         own = self._charge(kernel, inputs, outputs).plus(turned(turned_bytes - laid))
         count, extra, cycles = own
+        count += turned_bytes > 0  # a convolution on an accelerator looks for its algorithm
+        casts = kernel == COPY and not self.on_processor and inputs[0].dtype is not outputs[0].dtype
+        self.timeline.pass_by(turned_bytes // 2)  # maps as they are laid out anew
         moved = sum(read) + sum(written) + extra
         chain = self._doing
         part = chain.part
@@ -231,7 +234,14 @@ class Tape:
         self._is_chain_over = not fusing.is_fusible and not self._in_backward
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(flop=flop, moved_bytes=moved, cycles=cycles, kernels=count, turned_bytes=laid)
+            work.add(
+                flop=flop,
+                moved_bytes=moved,
+                cycles=cycles,
+                kernels=count,
+                turned_bytes=laid,
+                casts=casts,
+            )
         if self._in_backward:
             return
         for array in inputs:
