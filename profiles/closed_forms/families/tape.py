@@ -218,7 +218,9 @@ class Tape:
         own = self._charge(kernel, inputs, outputs).plus(turned(turned_bytes - laid))
         count, extra, cycles = own
         count += turned_bytes > 0  # a convolution on an accelerator looks for its algorithm
-        casts = kernel == COPY and not self.on_processor and inputs[0].dtype is not outputs[0].dtype
+        is_copy = kernel == COPY and not self.on_processor
+        is_cast = is_copy and inputs[0].dtype.is_cast(outputs[0].dtype)
+        besides = {"turned_bytes": laid, "casts": int(is_cast)}
         self.timeline.pass_by(turned_bytes // 2)  # maps as they are laid out anew
         moved = sum(read) + sum(written) + extra
         chain = self._doing
@@ -234,14 +236,7 @@ class Tape:
         self._is_chain_over = not fusing.is_fusible and not self._in_backward
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(
-                flop=flop,
-                moved_bytes=moved,
-                cycles=cycles,
-                kernels=count,
-                turned_bytes=laid,
-                casts=casts,
-            )
+            work.add(flop=flop, moved_bytes=moved, cycles=cycles, kernels=count, **besides)
         if self._in_backward:
             return
         for array in inputs:
