@@ -174,8 +174,6 @@ class Tape:
     def _is_saved(self, memory: int, scope: Scope) -> bool:
         return self.made[memory].is_alive and self.made[memory].saved_by is scope
 
-    # Operations
-
     def run(
         self,
         inputs: Sequence[Array],
@@ -212,17 +210,15 @@ class Tape:
         self._go_on()
         read = [array.occupied_bytes for array in inputs]
         written = [array.occupied_bytes for array in outputs]
-        if gathers:
-            read[0] = min(read[0], sum(written))
+        read[:1] = [min(read[0], sum(written))] if gathers else read[:1]
         laid = turned_bytes if outputs[0].dtype is DType.FLOAT32 else 0  # see `Work.turned_bytes`
         own = self._charge(kernel, inputs, outputs).plus(turned(turned_bytes - laid))
-        count, extra, cycles = own
-        count += turned_bytes > 0  # a convolution on an accelerator looks for its algorithm
-        is_copy = kernel == COPY and not self.on_processor
-        is_cast = is_copy and inputs[0].dtype.is_cast(outputs[0].dtype)
-        besides = {"turned_bytes": laid, "casts": int(is_cast)}
+        count, extra, cycles = own.plus(Charge(int(turned_bytes > 0)))  # it looks for its algorithm
+        cast = (
+            kernel == COPY and not self.on_processor and inputs[0].dtype.is_cast(outputs[0].dtype)
+        )
         self.timeline.pass_by(turned_bytes // 2)  # maps as they are laid out anew
-        moved = sum(read) + sum(written) + extra
+        moved = {"moved_bytes": sum(read) + sum(written) + extra, "turned_bytes": laid}
         chain = self._doing
         part = chain.part
         fusing = fusing._replace(is_fusible=fusing.is_fusible and not flop)
@@ -236,7 +232,7 @@ class Tape:
         self._is_chain_over = not fusing.is_fusible and not self._in_backward
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(flop=flop, moved_bytes=moved, cycles=cycles, kernels=count, **besides)
+            work.add(flop=flop, cycles=cycles, kernels=count, casts=cast, **moved)
         if self._in_backward:
             return
         for array in inputs:
