@@ -9,9 +9,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from profiles.model.kernel_cycles import Charge
 from profiles.model.layers import LayerKind
 from profiles.model.work import FusibleKind
 
+ALONE = Charge()
 LOOPED = 0.2
 """Host time of an operation that a loop in C++ launches, over one that Python does: 0.16 to 0.21 in
 the forward of a GRU and an RNN, 0.24 to 0.27 in the backward, on idle cores (`python -m
@@ -84,23 +86,14 @@ class Work:
     casts: int = 0
     noted: list[Noted] = field(default_factory=list)
 
-    def add(
-        self,
-        *,
-        flop: int,
-        moved_bytes: int,
-        cycles: int = 0,
-        kernels: int = 1,
-        turned_bytes: int = 0,
-        casts: int = 0,
-    ) -> None:
-        """One operation; `turned_bytes` beside its own."""
+    def add(self, *, flop: int, moved_bytes: int, charge: Charge = ALONE) -> None:
+        """Add one operation, with its charge beside its operands."""
         self.flop += flop
-        self.moved_bytes += moved_bytes + turned_bytes
-        self.cycles += cycles
-        self.kernels += kernels
-        self.turned_bytes += turned_bytes
-        self.casts += casts
+        self.moved_bytes += moved_bytes + charge.moved_bytes + charge.turned_bytes
+        self.cycles += charge.cycles
+        self.kernels += charge.kernels
+        self.turned_bytes += charge.turned_bytes
+        self.casts += charge.casts
 
 
 class Attended(NamedTuple):

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from profiles.capture.operators.recurrent_layers import run_layers, weights_a_run
+from profiles.model.kernel_cycles import Charge
 from profiles.torch_compat import is_fake
-from profiles.trace.scopes import Scope
+from profiles.trace.scopes import Scope, Work
 
 _KERNELS_A_STEP = 2  # the product with the states, and the gates
 
@@ -145,7 +146,7 @@ class _Run(torch.autograd.Function):
         torch.mm(output.view(-1, width), weights[1].t(), out=gates)
         last = [torch.empty_like(state) for state in states]
         of_gates = 2 * gates.nbytes + buffer.nbytes
-        scope.forward.add(flop=0, **_further(steps, weights[1], of_gates))
+        _add_further(scope.forward, steps, weights[1], of_gates)
         scope.looped_kernels += _KERNELS_A_STEP * steps
         del others
         ctx.cell, ctx.scope, ctx.count, ctx.both_ways = cell, scope, count, both_ways
@@ -164,7 +165,7 @@ class _Run(torch.autograd.Function):
         of_weights = [torch.mm(gates.t(), flat), torch.mm(gates.t(), output.view(-1, width))]
         of_biases = [torch.sum(gates, 0) for _ in weights[2:]]
         of_gates = buffer.nbytes + gates.nbytes
-        ctx.scope.backward.add(flop=0, **_further(len(value), weights[1], of_gates))
+        _add_further(ctx.scope.backward, len(value), weights[1], of_gates)
         of_states = [torch.empty_like(state) for state in states]
         del others
         return None, None, None, None, of_value, *of_states, *of_weights, *of_biases
@@ -217,7 +218,7 @@ class _Cell(torch.autograd.Function):
         states = [of_value.new_empty(rows, width) for _ in range(count)]
         made = saved.nbytes + count * states[0].nbytes
         moved = 2 * of_value.nbytes + last.nbytes + made
-        scope.forward.add(flop=0, moved_bytes=moved, kernels=1)
+        scope.forward.add(flop=0, moved_bytes=moved)
         ctx.cell, ctx.scope, ctx.biases = cell, scope, len(biases)
         ctx.save_for_backward(saved, last, states[-1], of_value, of_state)
         return tuple(states)
@@ -227,13 +228,13 @@ class _Cell(torch.autograd.Function):
         saved, last, state, *_products = ctx.saved_tensors
         gates = saved.new_empty(len(saved), ctx.cell.gates * last.shape[-1])
         moved = saved.nbytes + gates.nbytes + 3 * last.nbytes + state.nbytes
-        ctx.scope.backward.add(flop=0, moved_bytes=moved, kernels=1)
+        ctx.scope.backward.add(flop=0, moved_bytes=moved)
         of_biases = [torch.sum(gates, 0)] * ctx.biases if ctx.biases else []
         return None, None, None, gates, gates, torch.empty_like(last), *of_biases
 
 
-def _further(steps: int, weight: Tensor, of_gates: int) -> dict[str, int]:
-    """Bytes and kernels beyond one product with the states: each step reads their weights anew, and
-    computes its gates."""
+def _add_further(work: Work, steps: int, weight: Tensor, of_gates: int) -> None:
+    """Add bytes and kernels beyond one product with the states: each step reads their weights
+    anew, and computes its gates."""
     moved = (steps - 1) * weight.nbytes + of_gates
-    return {"moved_bytes": moved, "kernels": _KERNELS_A_STEP * steps - 1}
+    work.add(flop=0, moved_bytes=moved, charge=Charge(_KERNELS_A_STEP * steps - 1))

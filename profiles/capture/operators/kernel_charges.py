@@ -12,13 +12,14 @@ from torch import Tensor
 
 from profiles.model.kernel_cycles import (
     COPY,
+    NOTHING,
     POINTWISE,
     SUM,
     Charge,
     Operand,
     charge,
+    convolution,
     depthwise,
-    turned,
 )
 from profiles.torch_compat import Operator
 
@@ -47,24 +48,13 @@ def kernel_charge(
         name = POINTWISE
     dim = args[_DIM[name]] if name in _DIM else -1
     own = charge(name, [*map(operand, inputs)], [*map(operand, outputs)], dim=dim)
-    own = own.plus(_of_depthwise(operator, args, outputs))
-    own = own.plus(Charge(kernels=_further_kernels(operator, args, outputs)))
-    is_half = bool(outputs) and outputs[0].element_size() <= HALF_BYTES
-    return own.plus(turned(_turned_bytes(operator, args, outputs))) if is_half else own
-
-
-def is_cast(operator: Operator, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """True for a copy into another floating dtype."""
-    if operator.overloadpacket.__name__ not in _COPIES or not (inputs and outputs):
-        return False
-    before, after = inputs[-1].dtype, outputs[0].dtype
-    return before != after and before.is_floating_point and after.is_floating_point
-
-
-def turned_in_fp32(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
-    """Bytes that a convolution in fp32 moves besides where it runs in TF32, and no others."""
-    is_half = bool(outputs) and outputs[0].element_size() <= HALF_BYTES
-    return 0 if is_half else _turned_bytes(operator, args, outputs)
+    call = _convolution(operator, args, outputs)
+    if call is None:
+        return own
+    is_half = call.value.element_size() <= HALF_BYTES
+    maps_bytes = _maps_bytes(call)
+    besides = convolution(maps_bytes, gradients=call.gradients, is_half=is_half)
+    return own.plus(besides).plus(_of_depthwise(call))
 
 
 def operand(tensor: Tensor) -> Operand:
@@ -81,46 +71,25 @@ def _keeps_last(args: Sequence[Any], value: Tensor) -> bool:
     return all(dim % value.dim() != value.dim() - 1 for dim in dims)
 
 
-def _turned_bytes(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
-    """Bytes that a convolution on matrix units reads and writes to lay the channels of a position
-    side by side, and back: its maps, and in a backward both again for each of two gradients.
-
-    By the kernels of a ResNet in 16 bits on an H200 (cuDNN 9): most 1x1 convolutions, which are
-    plain products, and maps that lie so already need none.
-    """
-    gradients = 1 + bool(args[-1][0]) if operator.overloadpacket.__name__ == _BACK else 1
-    return 2 * gradients * workspace_bytes(operator, args, outputs)
-
-
-def _further_kernels(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
-    """Kernels of a convolution beside its own, by what they take of the host: cuDNN looks for its
-    algorithm, and lays out maps in 16 bits (1.75 operations of the host for small ones in a chain
-    on an H200, 2.5 with a bias or in 16 bits; in steps of nine models nearer to the former)."""
-    return int(_convolution(operator, args, outputs) is not None)
-
-
-def workspace_bytes(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
-    """Memory of a convolution while it runs: both maps as they are laid out anew (within a tenth
-    for convolutions in bf16 and TF32 of 16 channels and more on an H200; FFTs in exact fp32 take
-    up to nine times as much)."""
-    call = _convolution(operator, args, outputs)
-    if call is None or _runs_depthwise(call):
-        return 0
+def _maps_bytes(call: _Convolution) -> int:
+    """Bytes of the maps that a convolution on matrix units lays out anew. Most 1x1 convolutions,
+    which are plain products, and maps that lie so already need none."""
     is_plain = set(call.weight.shape[2:]) == set(call.stride) == {1}
-    if is_plain or _has_channels_last(call.value):
+    if is_plain or _runs_depthwise(call) or _has_channels_last(call.value):
         return 0
-    maps: int = call.value.nbytes + call.written.nbytes
-    return maps
+    return int(call.value.nbytes + call.written.nbytes)
 
 
 class _Convolution(NamedTuple):
-    """The maps and the weight of a call, forward or backward."""
+    """The maps and the weight of a call, forward or backward; `gradients`: of its maps and weight
+    in a backward, 1 in a forward."""
 
     value: Tensor
     weight: Tensor
     written: Tensor
     stride: Sequence[int]
     is_backward: bool
+    gradients: int
     is_transposed: bool
     groups: int
 
@@ -136,7 +105,10 @@ def _convolution(
     written = args[0] if is_backward else outputs[0]
     stride = args[4] if is_backward else args[3]
     *_, is_transposed, _padding, groups = args[:-1] if is_backward else args
-    return _Convolution(value, weight, written, stride, is_backward, is_transposed, groups)
+    gradients = 1 + bool(args[-1][0]) if is_backward else 1
+    return _Convolution(
+        value, weight, written, stride, is_backward, gradients, is_transposed, groups
+    )
 
 
 def _has_channels_last(value: Tensor) -> bool:
@@ -152,10 +124,9 @@ def _runs_depthwise(call: _Convolution) -> bool:
     return is_own and not _has_channels_last(call.value)
 
 
-def _of_depthwise(operator: Operator, args: Sequence[Any], outputs: Sequence[Tensor]) -> Charge:
-    call = _convolution(operator, args, outputs)
-    if call is None or not _runs_depthwise(call) or not call.written.numel():
-        return Charge(0)
+def _of_depthwise(call: _Convolution) -> Charge:
+    if not _runs_depthwise(call) or not call.written.numel():
+        return NOTHING
     products = call.written.numel() * math.prod(call.weight.shape[1:])
     per_output = call.value[0, 0].numel() / call.written[0, 0].numel()
     return depthwise(products, per_output, is_backward=call.is_backward)

@@ -16,12 +16,7 @@ from profiles.capture.fakes.mode import KEPT, FakeRunMode
 from profiles.capture.frames import model_line
 from profiles.capture.module.units import Unit
 from profiles.capture.operators.core_cycles import core_cycles
-from profiles.capture.operators.kernel_charges import (
-    is_cast,
-    kernel_charge,
-    turned_in_fp32,
-    workspace_bytes,
-)
+from profiles.capture.operators.kernel_charges import kernel_charge
 from profiles.capture.operators.table import (
     attended,
     flop_formulas,
@@ -37,6 +32,7 @@ from profiles.capture.traces.flow_trace import FlowTrace, Trail
 from profiles.capture.traces.layer_trace import LayerTrace, Shapes
 from profiles.capture.traces.storages import Storages
 from profiles.capture.traces.sum_trace import is_addition
+from profiles.model.kernel_cycles import Charge
 from profiles.model.profile import GLUE
 from profiles.model.source import BACKWARD, ValueRead
 from profiles.model.work import FusibleKind
@@ -365,24 +361,13 @@ class TraceMode(FakeRunMode):
         flop = formula(*args, **kwargs, out_val=result) if formula is not None else 0
         moved = self._move(operator, chain, inputs, outputs)
         if self._on_processor:
-            kernels, cycles = 1, core_cycles(operator, args, kwargs, inputs, outputs, moved)
-            turned, casts = 0, False
+            own = Charge(cycles=core_cycles(operator, args, kwargs, inputs, outputs, moved))
         else:
-            kernels, extra_bytes, cycles = kernel_charge(operator, args, inputs, outputs)
-            moved += extra_bytes
-            turned = turned_in_fp32(operator, args, outputs)
-            casts = is_cast(operator, inputs, outputs)
-            self._timeline.pass_by(workspace_bytes(operator, args, outputs))
+            own = kernel_charge(operator, args, inputs, outputs)
+        self._timeline.pass_by(own.workspace_bytes)
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(
-                flop=flop,
-                moved_bytes=moved,
-                cycles=cycles,
-                kernels=kernels,
-                turned_bytes=turned,
-                casts=casts,
-            )
+            work.add(flop=flop, moved_bytes=moved, charge=own)
         call = attended(operator, args, kwargs)
         if call is not None:
             calls = (part or self.scope).attention

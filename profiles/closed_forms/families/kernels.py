@@ -19,6 +19,7 @@ from profiles.closed_forms.families.operations import (
     widened,
 )
 from profiles.closed_forms.families.tape import Array, Gradient, Tape
+from profiles.model.kernel_cycles import NOTHING, convolution
 from profiles.model.profile import Numerics
 from profiles.trace.scopes import Scored
 
@@ -175,13 +176,14 @@ def patches(images: Array, weight: Array, bias: Array) -> Array:
     shape = (images.shape[0], width, images.shape[2] // height, images.shape[3] // side)
     flop = 2 * math.prod(shape) * math.prod(weight.shape[1:])
     out = tape.empty(shape, images.dtype)
-    turned = 2 * (images.size_bytes + out.size_bytes) * (not tape.on_processor)
-    tape.launch([images, weight, bias], [out], flop=flop, is_kept=True, turned_bytes=turned)
+    maps_bytes, is_half = images.size_bytes + out.size_bytes, out.dtype is not DType.FLOAT32
+    beside = NOTHING if tape.on_processor else convolution(maps_bytes, is_half=is_half)
+    tape.launch([images, weight, bias], [out], flop=flop, is_kept=True, beside=beside)
     bias_shape, dtype = bias.shape, bias.dtype
 
     def backward(g: Array) -> list[Gradient]:
         for_weight, for_bias = tape.empty(weight_shape, dtype), tape.empty(bias_shape, dtype)
-        tape.launch([g, *saved], [for_weight, for_bias], flop=flop, turned_bytes=turned)
+        tape.launch([g, *saved], [for_weight, for_bias], flop=flop, beside=beside)
         return [for_weight, for_bias]
 
     weight_shape = weight.shape

@@ -31,10 +31,6 @@ class DType(StrEnum):
     def is_floating(self) -> bool:
         return self.value.endswith(("float32", "float16"))
 
-    def is_cast(self, after: DType) -> bool:
-        """True if a copy into `after` changes one floating dtype into another."""
-        return self is not after and self.is_floating and after.is_floating
-
 
 _SIZES = {"float32": 4, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
 

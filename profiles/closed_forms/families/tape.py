@@ -18,7 +18,7 @@ from typing import Any
 from profiles.closed_forms.families.fusing import FUSIBLE
 from profiles.closed_forms.families.layouts import Shape, contiguous, fits
 from profiles.closed_forms.families.memory import DType, Made, Storage
-from profiles.model.kernel_cycles import COPY, POINTWISE, Charge, Operand, charge, turned
+from profiles.model.kernel_cycles import COPY, NOTHING, POINTWISE, Charge, Operand, charge
 from profiles.model.profile import GLUE, Numerics
 from profiles.model.work import FusibleKind
 from profiles.trace.chains import Chains, Fusing, kind_of_module
@@ -174,6 +174,8 @@ class Tape:
     def _is_saved(self, memory: int, scope: Scope) -> bool:
         return self.made[memory].is_alive and self.made[memory].saved_by is scope
 
+    # Operations
+
     def run(
         self,
         inputs: Sequence[Array],
@@ -195,30 +197,27 @@ class Tape:
         flop: int = 0,
         gathers: bool = False,
         is_kept: bool = False,
-        turned_bytes: int = 0,
         kernel: str = "",
+        beside: Charge = NOTHING,
         fusing: Fusing = FUSIBLE,
     ) -> None:
-        """One kernel: reads its inputs, writes its outputs, and lays out maps.
+        """One kernel: reads its inputs and writes its outputs.
 
         Args:
             flop: of a product, which is a kernel of its own.
             gathers: of the first input only the rows that are asked for are read.
             is_kept: an operation whose outputs selective recompute keeps.
-            kernel: that accelerators charge for, see `profiles.model.kernel_cycles`.
+            kernel: that accelerators charge for, see `profiles.model.kernel_cycles`; `beside`: of
+                a convolution.
         """
         self._go_on()
         read = [array.occupied_bytes for array in inputs]
         written = [array.occupied_bytes for array in outputs]
-        read[:1] = [min(read[0], sum(written))] if gathers else read[:1]
-        laid = turned_bytes if outputs[0].dtype is DType.FLOAT32 else 0  # see `Work.turned_bytes`
-        own = self._charge(kernel, inputs, outputs).plus(turned(turned_bytes - laid))
-        count, extra, cycles = own.plus(Charge(int(turned_bytes > 0)))  # it looks for its algorithm
-        cast = (
-            kernel == COPY and not self.on_processor and inputs[0].dtype.is_cast(outputs[0].dtype)
-        )
-        self.timeline.pass_by(turned_bytes // 2)  # maps as they are laid out anew
-        moved = {"moved_bytes": sum(read) + sum(written) + extra, "turned_bytes": laid}
+        if gathers:
+            read[0] = min(read[0], sum(written))
+        own = self._charge(kernel, inputs, outputs).plus(beside)
+        self.timeline.pass_by(own.workspace_bytes)
+        moved = sum(read) + sum(written)
         chain = self._doing
         part = chain.part
         fusing = fusing._replace(is_fusible=fusing.is_fusible and not flop)
@@ -232,7 +231,7 @@ class Tape:
         self._is_chain_over = not fusing.is_fusible and not self._in_backward
         for doer in (self.scope, part) if part is not None else (self.scope,):
             work = doer.backward if self._in_backward else doer.forward
-            work.add(flop=flop, cycles=cycles, kernels=count, casts=cast, **moved)
+            work.add(flop=flop, moved_bytes=moved, charge=own)
         if self._in_backward:
             return
         for array in inputs:
