@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from advisor.cost.compute.rates import (
     PRODUCTS_OF_ATTENTION,
     PYTHON_SHARE,
+    WIDE_BYTES,
     matmul_fraction,
     new_memory_s,
     product_efficiency,
@@ -28,7 +30,6 @@ HOOKS, MODES = 2, 5
 # Of these a cast is as many as any other kernel; a plan in 16 bits has 1.4 times the kernels that
 # its casts, which are 0.45 of one, leave in the counts (a GPT under autocast).
 WITH_CASTS = 1.4
-HALF_BYTES = 2
 # Hooks of FSDP2 (2.13) in a forward or a backward, in launches: of a unit, and of each of its
 # parameters, which are copied into a buffer and out of it, and swapped. 280 us and 28 for both, in
 # one process on a processor whose launches take 14 (`python -m tests.benchmarks.shard_host`). On an
@@ -36,6 +37,33 @@ HALF_BYTES = 2
 # of 12 parameters on a host whose launches take 41 (two models of 7 units on an H200, one rank, and
 # one of 8 without an exchange).
 SHARD_UNIT, SHARD_TENSOR = 10, 1
+
+
+class Pass(NamedTuple):
+    """Seconds of a forward or of a backward.
+
+    Attributes:
+        launch_s: launches that the work of the device does not hide.
+        ahead_s: work that the device has left when its host has launched all.
+    """
+
+    busy_s: float
+    launch_s: float = 0.0
+    ahead_s: float = 0.0
+
+    @classmethod
+    def of(cls, rates: Rates, busy_s: float, kernels: float) -> Pass:
+        """The pass of so many launches; a CPU, which runs both, hides none."""
+        host_s = kernels * rates.launch_s
+        if rates.device.kind == "cpu" or rates.waits:
+            return cls(busy_s, host_s)
+        return cls(busy_s, max(0.0, host_s - busy_s), max(0.0, busy_s - host_s))
+
+    def then(self, other: Pass) -> Pass:
+        """Both, one behind the other."""
+        busy_s = self.busy_s + other.busy_s
+        launch_s = self.launch_s + max(0.0, other.launch_s - self.ahead_s)
+        return Pass(busy_s, launch_s, max(0.0, self.ahead_s - other.launch_s) + other.ahead_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +89,31 @@ class UnitTime:
 
     def with_glue(self, glue: UnitTime) -> UnitTime:
         """Time of the unit and of the code before it, which is not recomputed."""
-        forward_s, backward_s = glue.forward_s, glue.backward_s
-        before = (glue.forward_launch_s, glue.ahead_s[0])
-        waited, ahead = _after(before, (self.forward_launch_s, self.ahead_s[0]))
-        unhidden, left = _after(
-            (self.backward_launch_s, self.ahead_s[1]), (glue.backward_launch_s, glue.ahead_s[1])
+        forward, backward = (
+            glue.forward.then(self.forward),
+            self.backward.then(glue.backward),
         )
         return replace(
             self,
-            forward_s=self.forward_s + forward_s,
-            backward_s=self.backward_s + backward_s,
-            forward_launch_s=waited,
-            backward_launch_s=unhidden,
+            forward_s=forward.busy_s,
+            backward_s=backward.busy_s,
+            forward_launch_s=forward.launch_s,
+            backward_launch_s=backward.launch_s,
             glue_s=(
-                forward_s + waited - self.forward_launch_s,
-                backward_s + unhidden - self.backward_launch_s,
+                glue.forward_s + forward.launch_s - self.forward_launch_s,
+                glue.backward_s + backward.launch_s - self.backward_launch_s,
             ),
-            ahead_s=(ahead, left),
+            ahead_s=(forward.ahead_s, backward.ahead_s),
         )
+
+    @property
+    def forward(self) -> Pass:
+        return Pass(self.forward_s, self.forward_launch_s, self.ahead_s[0])
+
+    @property
+    def backward(self) -> Pass:
+        """The backward without what is computed again."""
+        return Pass(self.backward_s, self.backward_launch_s, self.ahead_s[1])
 
 
 def in_sequence(times: Sequence[UnitTime]) -> tuple[UnitTime, ...]:
@@ -116,19 +151,11 @@ def _hidden(lead: float, launch_s: float, ahead_s: float, count: int) -> tuple[f
     return (first + short) / count, max(ahead_s, lead + further * gain)
 
 
-def _after(one: tuple[float, float], two: tuple[float, float]) -> tuple[float, float]:
-    """Unhidden launches of a pass and of the next one, and what is left after both."""
-    (first, lead), (second, ahead) = one, two
-    return first + max(0.0, second - lead), max(0.0, lead - second) + ahead
-
-
 @dataclass(frozen=True, slots=True)
 class UnitPasses:
     """A unit's forward and backward without recompute.
 
     Attributes:
-        forward, backward: seconds of (compute, launches that it does not hide, work beyond its
-            launches).
         kernels: of a forward and of a backward, casts to 8 bits among them.
         multiplied_bytes: of the operands of a forward's products.
         hooks: host work of FSDP2 in each pass, in launches.
@@ -137,8 +164,8 @@ class UnitPasses:
 
     unit: UnitLoad
     rates: Rates
-    forward: tuple[float, float, float]
-    backward: tuple[float, float, float]
+    forward: Pass
+    backward: Pass
     kernels: tuple[float, float]
     multiplied_bytes: float
     hooks: float
@@ -155,13 +182,12 @@ class UnitPasses:
             unit.backward_kernels + rates.cast_kernels(products, forward=False),
         )
 
-        def seconds(busy: float, charged: float, *, forward: bool) -> tuple[float, float, float]:
+        def seconds(busy: float, charged: float, *, forward: bool) -> Pass:
             moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
             cycles = unit.forward_cycles if forward else unit.backward_cycles
             busy += rates.moving_s(max(0.0, moved - charged), cycles)
             busy += new_memory_s(device, _new_bytes(unit, forward=forward))
-            launched = kernels[not forward] + hooks
-            return busy, _launching_s(rates, busy, launched), _ahead_s(rates, busy, launched)
+            return Pass.of(rates, busy, kernels[not forward] + hooks)
 
         busy_s, multiplied_bytes = _multiplying(unit, rates, forward=True)
         forward = seconds(busy_s, multiplied_bytes, forward=True)
@@ -170,63 +196,50 @@ class UnitPasses:
 
     def time(self, recompute: Recompute, stack: Stack) -> UnitTime:
         """Seconds of the unit with its recompute."""
-        again = self._again(recompute, stack) if self.unit.is_block else (0.0, 0.0)
-        ahead = self.backward[2]
-        if again[0]:
-            ahead = _ahead_s(self.rates, self.backward[0] + again[0], self._all(recompute, stack))
+        forward, backward = self.forward, self.backward
+        again = self._again(recompute, stack) if self.unit.is_block else Pass(0.0)
+        ahead_s = again.ahead_s if again.busy_s else backward.ahead_s
         return UnitTime(
-            forward_s=self.forward[0],
-            backward_s=self.backward[0],
-            recompute_s=again[0],
-            forward_launch_s=self.forward[1],
-            backward_launch_s=self.backward[1],
-            recompute_launch_s=again[1],
+            forward_s=forward.busy_s,
+            backward_s=backward.busy_s,
+            recompute_s=again.busy_s,
+            forward_launch_s=forward.launch_s,
+            backward_launch_s=backward.launch_s,
+            recompute_launch_s=again.launch_s,
             count=self.unit.count,
-            ahead_s=(self.forward[2], ahead),
+            ahead_s=(forward.ahead_s, ahead_s),
         )
 
-    def _again(self, recompute: Recompute, stack: Stack) -> tuple[float, float]:
+    def _again(self, recompute: Recompute, stack: Stack) -> Pass:
+        """Seconds of what is computed again; the work that is left is that of the backward too."""
         unit, rates, forward = self.unit, self.rates, self.forward
         if recompute is Recompute.NONE:
-            return 0.0, 0.0
+            return Pass(0.0)
         if recompute is Recompute.FULL:
             if stack.recomputes_whole:
-                return forward[:2]
+                return forward.then(self.backward)._replace(
+                    busy_s=forward.busy_s, launch_s=forward.launch_s
+                )
             last = [each for each in unit.work.products if not each.is_recomputed]
             spared = (rates.product_s(p, p.forward_flop, p.forward_bytes) for p in last)
-            return self._repeated(max(0.0, forward[0] - sum(spared)), recompute, stack)
+            return self._repeated(max(0.0, forward.busy_s - sum(spared)), recompute, stack)
         if stack.selective is Selective.CORE:
             core = sum(rates.attention_s(call, forward=True) for call in unit.work.attention)
             core += max(0.0, unit.activation_bytes - unit.selective_bytes) * 2 / rates.bandwidth
-            return min(core, forward[0]), 0.0
+            return Pass(min(core, forward.busy_s), ahead_s=self.backward.ahead_s)
         moved = max(0.0, unit.forward_moved_bytes - self.multiplied_bytes)
         return self._repeated(rates.moving_s(moved, unit.forward_cycles), recompute, stack)
 
-    def _repeated(self, busy: float, recompute: Recompute, stack: Stack) -> tuple[float, float]:
+    def _repeated(self, busy_s: float, recompute: Recompute, stack: Stack) -> Pass:
         """Seconds of a forward again; the host's work hides behind the whole backward too."""
         rates, backward = self.rates, self.backward
-        kernels = self._all(recompute, stack)
-        behind = _launching_s(rates, backward[0] + busy, kernels) - backward[1]
-        return busy, max(behind, _launching_s(rates, busy, self.kernels[0]))
-
-    def _all(self, recompute: Recompute, stack: Stack) -> float:
-        """Launches of a forward again and the backward."""
-        own = sum(self.kernels) + self.hooks
-        is_half = self.rates.device.kind != "cpu" and self.rates.operand_bytes <= HALF_BYTES
+        is_half = rates.device.kind != "cpu" and rates.operand_bytes < WIDE_BYTES
         share = self.python * (WITH_CASTS if is_half else 1.0)
-        return own + share * checkpoint_launches(self.unit, recompute, stack)
-
-
-def _launching_s(rates: Rates, busy: float, kernels: float) -> float:
-    """Seconds of launches that an accelerator does not hide; a CPU runs both."""
-    launch = kernels * rates.launch_s
-    return launch if rates.device.kind == "cpu" or rates.waits else max(0.0, launch - busy)
-
-
-def _ahead_s(rates: Rates, busy: float, kernels: float) -> float:
-    """Work of an accelerator that is left when its host has launched all of a pass."""
-    waits = rates.device.kind == "cpu" or rates.waits
-    return 0.0 if waits else max(0.0, busy - kernels * rates.launch_s)
+        kernels = sum(self.kernels) + self.hooks
+        kernels += share * checkpoint_launches(self.unit, recompute, stack)
+        both = Pass.of(rates, backward.busy_s + busy_s, kernels)
+        own = Pass.of(rates, busy_s, self.kernels[0])
+        return Pass(busy_s, max(both.launch_s - backward.launch_s, own.launch_s), both.ahead_s)
 
 
 def _multiplying(unit: UnitLoad, rates: Rates, *, forward: bool) -> tuple[float, float]:
