@@ -16,7 +16,7 @@ import pytest
 
 from advisor.cost import CostModel, Estimate
 from advisor.inputs.facts import Facts
-from advisor.predict.case import case_of
+from advisor.predict.case import Case, case_of
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import TableRow
 from advisor.predict.setup import Setup
@@ -28,6 +28,7 @@ from profiles.workload.workload import Workload
 
 SPLITS = (1, 3, 5, 8, 10, 12, 20, 40, 60)
 ONE_S, NAIVE_S, SPLIT_20_S, SPLIT_12_S = 3.75, 4.02, 2.51, 2.43
+STEPS = 3  # of 120 images, in these seconds
 
 
 def setup(row: TableRow) -> Setup:
@@ -55,12 +56,25 @@ def two_devices(split: int, *, stages: int = 2) -> float:
         microbatch=split,
         global_batch=120,
     )
-    case = case_of(setup(row))
+    case = _as_bound_by_its_device(case_of(setup(row)))
     if stages == 1:
         return case.estimate().step_s
     words = str(case.plan).split()
     cut = ["stages=layer3.0" if word.startswith("stages=") else word for word in words]
     return replace(case, plan=Plan.parse(" ".join(cut))).estimate().step_s
+
+
+def _as_bound_by_its_device(case: Case) -> Case:
+    """The case with launches as much shorter as its devices are faster than the tutorial's, by the
+    step of one: ratios are of one machine, whose host has a tenth of the work of this one's."""
+    cluster = case.facts.cluster
+    whole = replace(case, plan=Plan(microbatch_size=120))
+    faster = ONE_S / STEPS / whole.estimate().step_s
+    launch = cluster.device.launch_s
+    launch = launch.model_copy(update={"value": launch.value / faster})
+    device = cluster.device.model_copy(update={"launch_s": launch})
+    cluster = cluster.model_copy(update={"device": device})
+    return replace(case, facts=case.facts.model_copy(update={"cluster": cluster}))
 
 
 def test_naive_stages_on_two_devices_are_about_seven_percent_slower_than_one() -> None:
@@ -73,7 +87,6 @@ def test_a_pipeline_of_20_images_at_a_time_is_about_half_as_fast_again() -> None
     assert faster == pytest.approx(ONE_S / SPLIT_20_S - 1, abs=0.08)
 
 
-@pytest.mark.xfail(reason="predicted 20, by launches of 33 us; with 20 us it is 12")
 def test_about_12_images_at_a_time_are_best() -> None:
     best = min(SPLITS, key=two_devices)
     assert best in (10, 12)
