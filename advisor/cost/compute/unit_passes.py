@@ -39,7 +39,7 @@ WITH_CASTS = 1.4
 SHARD_UNIT, SHARD_TENSOR = 10, 1
 
 
-class Pass(NamedTuple):
+class PassSeconds(NamedTuple):
     """Seconds of a forward or of a backward.
 
     Attributes:
@@ -52,18 +52,20 @@ class Pass(NamedTuple):
     ahead_s: float = 0.0
 
     @classmethod
-    def of(cls, rates: Rates, busy_s: float, kernels: float) -> Pass:
+    def of(cls, rates: Rates, busy_s: float, kernels: float) -> PassSeconds:
         """The pass of so many launches; a CPU, which runs both, hides none."""
         host_s = kernels * rates.launch_s
         if rates.device.kind == "cpu" or rates.waits:
             return cls(busy_s, host_s)
         return cls(busy_s, max(0.0, host_s - busy_s), max(0.0, busy_s - host_s))
 
-    def then(self, other: Pass) -> Pass:
+    def then(self, other: PassSeconds) -> PassSeconds:
         """Both, one behind the other."""
         busy_s = self.busy_s + other.busy_s
         launch_s = self.launch_s + max(0.0, other.launch_s - self.ahead_s)
-        return Pass(busy_s, launch_s, max(0.0, self.ahead_s - other.launch_s) + other.ahead_s)
+        return PassSeconds(
+            busy_s, launch_s, max(0.0, self.ahead_s - other.launch_s) + other.ahead_s
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +109,13 @@ class UnitTime:
         )
 
     @property
-    def forward(self) -> Pass:
-        return Pass(self.forward_s, self.forward_launch_s, self.ahead_s[0])
+    def forward(self) -> PassSeconds:
+        return PassSeconds(self.forward_s, self.forward_launch_s, self.ahead_s[0])
 
     @property
-    def backward(self) -> Pass:
+    def backward(self) -> PassSeconds:
         """The backward without what is computed again."""
-        return Pass(self.backward_s, self.backward_launch_s, self.ahead_s[1])
+        return PassSeconds(self.backward_s, self.backward_launch_s, self.ahead_s[1])
 
 
 def in_sequence(times: Sequence[UnitTime]) -> tuple[UnitTime, ...]:
@@ -164,8 +166,8 @@ class UnitPasses:
 
     unit: UnitLoad
     rates: Rates
-    forward: Pass
-    backward: Pass
+    forward: PassSeconds
+    backward: PassSeconds
     kernels: tuple[float, float]
     multiplied_bytes: float
     hooks: float
@@ -182,12 +184,12 @@ class UnitPasses:
             unit.backward_kernels + rates.cast_kernels(products, forward=False),
         )
 
-        def seconds(busy: float, charged: float, *, forward: bool) -> Pass:
+        def seconds(busy: float, charged: float, *, forward: bool) -> PassSeconds:
             moved = unit.forward_moved_bytes if forward else unit.backward_moved_bytes
             cycles = unit.forward_cycles if forward else unit.backward_cycles
             busy += rates.moving_s(max(0.0, moved - charged), cycles)
             busy += new_memory_s(device, _new_bytes(unit, forward=forward))
-            return Pass.of(rates, busy, kernels[not forward] + hooks)
+            return PassSeconds.of(rates, busy, kernels[not forward] + hooks)
 
         busy_s, multiplied_bytes = _multiplying(unit, rates, forward=True)
         forward = seconds(busy_s, multiplied_bytes, forward=True)
@@ -197,7 +199,7 @@ class UnitPasses:
     def time(self, recompute: Recompute, stack: Stack) -> UnitTime:
         """Seconds of the unit with its recompute."""
         forward, backward = self.forward, self.backward
-        again = self._again(recompute, stack) if self.unit.is_block else Pass(0.0)
+        again = self._again(recompute, stack) if self.unit.is_block else PassSeconds(0.0)
         ahead_s = again.ahead_s if again.busy_s else backward.ahead_s
         return UnitTime(
             forward_s=forward.busy_s,
@@ -210,11 +212,11 @@ class UnitPasses:
             ahead_s=(forward.ahead_s, ahead_s),
         )
 
-    def _again(self, recompute: Recompute, stack: Stack) -> Pass:
+    def _again(self, recompute: Recompute, stack: Stack) -> PassSeconds:
         """Seconds of what is computed again; the work that is left is that of the backward too."""
         unit, rates, forward = self.unit, self.rates, self.forward
         if recompute is Recompute.NONE:
-            return Pass(0.0)
+            return PassSeconds(0.0)
         if recompute is Recompute.FULL:
             if stack.recomputes_whole:
                 return forward.then(self.backward)._replace(
@@ -226,20 +228,22 @@ class UnitPasses:
         if stack.selective is Selective.CORE:
             core = sum(rates.attention_s(call, forward=True) for call in unit.work.attention)
             core += max(0.0, unit.activation_bytes - unit.selective_bytes) * 2 / rates.bandwidth
-            return Pass(min(core, forward.busy_s), ahead_s=self.backward.ahead_s)
+            return PassSeconds(min(core, forward.busy_s), ahead_s=self.backward.ahead_s)
         moved = max(0.0, unit.forward_moved_bytes - self.multiplied_bytes)
         return self._repeated(rates.moving_s(moved, unit.forward_cycles), recompute, stack)
 
-    def _repeated(self, busy_s: float, recompute: Recompute, stack: Stack) -> Pass:
+    def _repeated(self, busy_s: float, recompute: Recompute, stack: Stack) -> PassSeconds:
         """Seconds of a forward again; the host's work hides behind the whole backward too."""
         rates, backward = self.rates, self.backward
         is_half = rates.device.kind != "cpu" and rates.operand_bytes < WIDE_BYTES
         share = self.python * (WITH_CASTS if is_half else 1.0)
         kernels = sum(self.kernels) + self.hooks
         kernels += share * checkpoint_launches(self.unit, recompute, stack)
-        both = Pass.of(rates, backward.busy_s + busy_s, kernels)
-        own = Pass.of(rates, busy_s, self.kernels[0])
-        return Pass(busy_s, max(both.launch_s - backward.launch_s, own.launch_s), both.ahead_s)
+        both = PassSeconds.of(rates, backward.busy_s + busy_s, kernels)
+        own = PassSeconds.of(rates, busy_s, self.kernels[0])
+        return PassSeconds(
+            busy_s, max(both.launch_s - backward.launch_s, own.launch_s), both.ahead_s
+        )
 
 
 def _multiplying(unit: UnitLoad, rates: Rates, *, forward: bool) -> tuple[float, float]:

@@ -177,13 +177,13 @@ def patches(images: Array, weight: Array, bias: Array) -> Array:
     flop = 2 * math.prod(shape) * math.prod(weight.shape[1:])
     out = tape.empty(shape, images.dtype)
     maps_bytes, is_half = images.size_bytes + out.size_bytes, out.dtype is not DType.FLOAT32
-    beside = NOTHING if tape.on_processor else convolution(maps_bytes, is_half=is_half)
-    tape.launch([images, weight, bias], [out], flop=flop, is_kept=True, beside=beside)
+    extra = NOTHING if tape.on_processor else convolution(maps_bytes, is_half=is_half)
+    tape.launch([images, weight, bias], [out], flop=flop, is_kept=True, extra=extra)
     bias_shape, dtype = bias.shape, bias.dtype
 
     def backward(g: Array) -> list[Gradient]:
         for_weight, for_bias = tape.empty(weight_shape, dtype), tape.empty(bias_shape, dtype)
-        tape.launch([g, *saved], [for_weight, for_bias], flop=flop, beside=beside)
+        tape.launch([g, *saved], [for_weight, for_bias], flop=flop, extra=extra)
         return [for_weight, for_bias]
 
     weight_shape = weight.shape

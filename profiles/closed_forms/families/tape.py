@@ -198,7 +198,7 @@ class Tape:
         gathers: bool = False,
         is_kept: bool = False,
         kernel: str = "",
-        beside: Charge = NOTHING,
+        extra: Charge = NOTHING,
         fusing: Fusing = FUSIBLE,
     ) -> None:
         """One kernel: reads its inputs and writes its outputs.
@@ -207,7 +207,7 @@ class Tape:
             flop: of a product, which is a kernel of its own.
             gathers: of the first input only the rows that are asked for are read.
             is_kept: an operation whose outputs selective recompute keeps.
-            kernel: that accelerators charge for, see `profiles.model.kernel_cycles`; `beside`: of
+            kernel: that accelerators charge for, see `profiles.model.kernel_cycles`; `extra`: of
                 a convolution.
         """
         self._go_on()
@@ -215,7 +215,7 @@ class Tape:
         written = [array.occupied_bytes for array in outputs]
         if gathers:
             read[0] = min(read[0], sum(written))
-        own = self._charge(kernel, inputs, outputs).plus(beside)
+        own = self._charge(kernel, inputs, outputs).plus(extra)
         self.timeline.pass_by(own.workspace_bytes)
         moved = sum(read) + sum(written)
         chain = self._doing
