@@ -56,7 +56,7 @@ _TURNED, _TURNED_BYTES = 0.2, 4
 _DEPTHWISE, _DEPTHWISE_INPUT, _DEPTHWISE_WEIGHT = 0.13, 0.22, 0.37
 """Of a multiply-add of torch's own depthwise kernels, beyond those of cuDNN's (layers of 5 x 5 in
 rows of maps, 2.8 TFLOP/s forward and 1.1 for the gradient of the weight): forward, and back for
-each place of the input and for the weight."""
+each place of the input and for the weight (`make gpu`, part b, depthwise kernels of torch)."""
 
 
 class Operand(NamedTuple):
@@ -127,7 +127,7 @@ def convolution(maps_bytes: int, *, gradients: int = 1, is_half: bool) -> Charge
     side by side, and back: by the kernels of a ResNet on an H200 (cuDNN 9). Of small ones in a
     chain the host took 1.75 operations, 2.5 with a bias or in 16 bits; in steps of nine models
     nearer to the former. Memory within a tenth for 16 channels and more in bf16 and TF32; FFTs in
-    exact fp32 take up to nine times as much.
+    exact fp32 take up to nine times as much (`make gpu`, part b, host work and workspaces).
 
     Args:
         maps_bytes: what it takes and what it gives; 0 where they lie so already.

@@ -20,7 +20,8 @@ the forward of a GRU and an RNN, 0.24 to 0.27 in the backward, on idle cores (`p
 tests.benchmarks.recurrent`)."""
 CAST = 0.45
 """Host time of a cast, over that of an operation with its module and its backward: 14 to 20 us
-beside 41 to 45 in layers of a small model under autocast (H200, torch 2.11)."""
+beside 41 to 45 in layers of a small model under autocast (H200, torch 2.11; `make gpu`, part b,
+host work)."""
 
 
 class Grouped(NamedTuple):

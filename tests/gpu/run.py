@@ -21,6 +21,7 @@ from tests.gpu import (
     eight_bits,
     exactness,
     gains,
+    host_work,
     kernels,
     one_rank,
     ranks,
@@ -68,7 +69,9 @@ def cases_of(part: str, *, is_small: bool) -> list[Case]:
             fp8 = eight_bits.exactness_cases(is_small=is_small)
             return [*exact, *fp8, *further, *ranks.cases(is_small=is_small)]
         case "b":
-            return [Case(BENCH, _bench, is_small=True), *kernels.bench_cases(is_small=is_small)]
+            timed = Case(BENCH, _bench, is_small=True)
+            alone = kernels.bench_cases(is_small=is_small)
+            return [timed, *alone, *host_work.cases(is_small=is_small)]
         case "c":
             return training.cases(is_small=is_small)
         case "d":

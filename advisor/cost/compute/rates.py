@@ -55,9 +55,11 @@ PLAIN_OPERATION = 0.2
 # plain ones.
 SHARD_OPERATION = 0.95
 # The same of a tensor in a list: 19 us a parameter of AdamW's nine operations and 4.7 of SGD's
-# three on an H200's host whose kernels take 41 (torch 2.11, 100 small parameters).
+# three on an H200's host whose kernels take 41 (torch 2.11, 100 small parameters;
+# `make gpu`, part b, host work).
 LISTED_OPERATION = 0.05
-# Host time of an update and of a step's own work, by launches, whatever the parameters: 0.4 ms.
+# Host time of an update and of a step's own work, by launches, whatever the parameters: 0.4 ms, the
+# mean of what 15 small programs took beyond their launches on that H200.
 UPDATE_LAUNCHES = 10
 # Bytes that a convolution moves on a processor beside its own: oneDNN copies maps and weights into
 # blocks of channels and the result back, each read and written, in both products of a backward

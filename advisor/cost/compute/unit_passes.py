@@ -35,7 +35,7 @@ WITH_CASTS = 1.4
 # one process on a processor whose launches take 14 (`python -m tests.benchmarks.shard_host`). On an
 # accelerator they launch the copies, record events and call NCCL besides: 2 ms for both of a unit
 # of 12 parameters on a host whose launches take 41 (two models of 7 units on an H200, one rank, and
-# one of 8 without an exchange).
+# one of 8 without an exchange: `make gpu`, part e, shards of one rank).
 SHARD_UNIT, SHARD_TENSOR = 10, 1
 
 

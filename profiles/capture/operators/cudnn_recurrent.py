@@ -54,7 +54,8 @@ SINGLE: Mapping[Callable[..., Any], Cell] = {
 Others are taken apart on accelerators too."""
 BOTH_WAYS = 6, 9
 """Widths of a step that a layer in two directions has room for beside the gates of both, forward
-and backward: they run at once (the same H200: 14 and 17 in all of an LSTM, 12 and 15 of a GRU)."""
+and backward: they run at once (the same H200: 14 and 17 in all of an LSTM, 12 and 15 of a GRU;
+`make gpu`, part b, buffers of recurrent layers)."""
 
 
 class CudnnRecurrent(TorchFunctionMode):
