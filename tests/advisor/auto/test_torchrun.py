@@ -23,23 +23,24 @@ from tests.workers import Pool
 
 # One command; a shorter bench than a user's.
 PROGRAM = """
-import os, sys
+import json, os, sys
 from advisor.cli.main import cli
 from profiles.machine.bench import bench, collectives
 
 collectives.COMPUTED_EDGE = 64  # what is computed between messages takes most of a bench
 bench.__kwdefaults__.update(budget_s=2.0, max_bytes=2**20)
-place, *words = sys.argv[1:]
+folder, commands = sys.argv[1:]
 rank = os.environ["RANK"]
-with open(os.path.dirname(place) + f"/{rank}.pid", "w") as pid:
+with open(f"{folder}/{rank}.pid", "w") as pid:
     pid.write(str(os.getpid()))
-place += rank
-with open(place + ".out", "w") as out, open(place + ".err", "w") as err:
-    sys.stdout, sys.stderr = out, err
-    try:
-        cli(words)
-    except SystemExit as end:
-        print(end.code, file=err)
+for name, words in json.loads(commands).items():
+    place = f"{folder}/{name}{rank}"
+    with open(place + ".out", "w") as out, open(place + ".err", "w") as err:
+        sys.stdout, sys.stderr = out, err
+        try:
+            cli(words)
+        except SystemExit as end:
+            print(end.code, file=err)
 """
 PLAN = ["gpt-10m", "--cluster", "auto", "--global-batch", "4", "--json"]
 
@@ -55,10 +56,16 @@ def said(folder: Path, name: str, rank: int = 0) -> Said:
     return Said(*((folder / f"{name}{rank}.{kind}").read_text() for kind in ("out", "err")))
 
 
-def torchrun(folder: Path, name: str, words: list[str]) -> None:
-    """Run `advise WORDS` on two ranks; what they say is in files named `name`."""
+def torchrun(folder: Path, commands: dict[str, list[str]]) -> None:
+    """Run `advise WORDS` by name, one after the other, on two ranks; what they say is in files."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(folder / "program.py"), str(folder / name), *words]
+    command += [
+        "--nproc-per-node",
+        "2",
+        str(folder / "program.py"),
+        str(folder),
+        json.dumps(commands),
+    ]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[3]),
@@ -87,8 +94,7 @@ def torchrun(folder: Path, name: str, words: list[str]) -> None:
 def ran(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "program.py").write_text(PROGRAM)
-    torchrun(folder, "bench", ["probe", "--bench"])
-    torchrun(folder, "again", PLAN)
+    torchrun(folder, {"bench": ["probe", "--bench"], "again": PLAN})
     pool.run(_advise, folder, "first", PLAN, world_size=2)
     return folder
 

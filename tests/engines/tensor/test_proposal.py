@@ -10,6 +10,7 @@ from engines.tensor.proposal import Proposal, propose_styles
 from profiles.capture.capture import capture
 from profiles.errors import PlanError
 from tests.engines.tensor import units
+from tests.nightly import nightly
 
 
 def proposed(model: nn.Module, size: int = 2) -> Proposal:
@@ -171,7 +172,7 @@ def test_known_models_are_split_as_by_hand(name: str) -> None:
     assert {path: actual.get(path) for path in PLANS[name]} == PLANS[name]
 
 
-@pytest.mark.parametrize("name", ["Mistral", "T5"])
+@pytest.mark.parametrize("name", ["Mistral", *nightly("T5")])
 def test_a_cache_does_not_change_the_proposal(name: str) -> None:
     """These hold tensors from the beginning, or are read in the middle of a forward."""
     pytest.importorskip("transformers")

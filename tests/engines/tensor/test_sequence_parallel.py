@@ -25,6 +25,7 @@ from profiles.model.profile import ModelProfile
 from tests.engines.cases import cpu_ranks
 from tests.matrix.architectures import Architecture, architecture_of
 from tests.matrix.cell import TOLERANCE, Find, difference
+from tests.nightly import nightly
 from tests.workers import Pool
 
 pytest.importorskip("transformers")
@@ -59,15 +60,17 @@ def looked_at(name: str, size: int, find: Find = architecture_of) -> tuple[Model
 PLANS = [
     ("GPT-2", "tp=4"),
     ("GPT-2", "tp=2 pp=2 schedule=1f1b microbatches=2 stages=transformer.h.2"),
-    ("Llama", "tp=2 recompute=full"),
     ("Llama", "tp=2 dp_shard=2"),
     ("Llama", "tp=2 pp=2 schedule=zbv microbatches=2"
      " stages=model.layers.1,model.layers.2,model.layers.3"),
     ("GPT-2", "tp=2 cp=2"),
     ("BERT", "tp=4"),
-    ("BERT", "tp=2 dp_replicate=2 zero=1"),
-    ("ViT, 16 tokens", "tp=2"),
     ("ViT, 16 tokens", "tp=2 pp=2 schedule=gpipe microbatches=2 stages=vit.layers.2"),
+    *nightly(
+        ("Llama", "tp=2 recompute=full"),
+        ("BERT", "tp=2 dp_replicate=2 zero=1"),
+        ("ViT, 16 tokens", "tp=2"),
+    ),
 ]  # fmt: skip
 
 
@@ -165,10 +168,12 @@ def test_the_setting_and_the_styles_go_together(text: str, rule: str) -> None:
 
 
 UNEVEN = [
-    ("GPT-2", "tp=4", 13),
     ("Llama", "tp=4 recompute=full", 5),
     ("BERT", "tp=2 dp_replicate=2 zero=1", 15),
-    ("Llama", "tp=2 pp=2 schedule=1f1b microbatches=2 stages=model.layers.2", 15),
+    *nightly(
+        ("GPT-2", "tp=4", 13),
+        ("Llama", "tp=2 pp=2 schedule=1f1b microbatches=2 stages=model.layers.2", 15),
+    ),
 ]
 
 
