@@ -23,6 +23,7 @@ from profiles.record import Record
 from profiles.units import format_gib, format_percent, format_seconds
 from profiles.workload.lora import takes_lora, with_lora
 from profiles.workload.stack import LOSS_CHUNKS, Selective, States
+from profiles.workload.under_stack import in_channels_last
 
 if TYPE_CHECKING:
     from advisor.decide.decision import Decision
@@ -44,7 +45,8 @@ class Gain(Record):
     Attributes:
         name: of the lever.
         says: description of the lever, and the software that has it.
-        settings: of a plan that applies it in our engines; empty if it is priced only.
+        settings: of a plan that applies it in our engines.
+        code: of the user's that applies it; priced only without either.
         keeps_training: losses stay the same but for rounding.
         plan, estimate: the plan taken, with the lever.
         fits: that plan fits.
@@ -54,6 +56,7 @@ class Gain(Record):
     name: str
     says: str
     settings: str = ""
+    code: str = ""
     keeps_training: bool
     plan: Plan
     estimate: Estimate
@@ -70,6 +73,7 @@ class _Lever:
     says: str
     changed: Callable[[Facts], Facts | None]
     settings: tuple[tuple[str, Any], ...] = ()
+    code: str = ""
     keeps_training: bool = True
 
     @property
@@ -101,6 +105,12 @@ def cuda_graphs(facts: Facts) -> Facts | None:
     if facts.cluster.device.kind == "cpu" or facts.stack.cuda_graphs == 1.0:
         return None
     return _with_stack(facts, "CUDA graphs", cuda_graphs=1.0)
+
+
+def channels_last(facts: Facts) -> Facts | None:
+    """Keep maps as matrix units take them, where they are laid out anew around convolutions."""
+    model = in_channels_last(facts.model) if facts.cluster.device.kind != "cpu" else None
+    return None if model is None else facts.rebuilt(model=model)
 
 
 def core_recompute(facts: Facts) -> Facts | None:
@@ -173,6 +183,12 @@ LEVERS = (
         "selective recompute of only attention's scores (Megatron-LM)",
         core_recompute,
     ),
+    _Lever(
+        "channels last",
+        "the channels of a position side by side, of images too",
+        channels_last,
+        code="model.to(memory_format=torch.channels_last)",
+    ),
     _Lever("CUDA graphs", "recorded launches, replayed", cuda_graphs),
     _Lever(
         "fp8",
@@ -231,6 +247,7 @@ def gains(decision: Decision) -> tuple[Gain, ...]:
                 name=lever.name,
                 says=lever.says,
                 settings=" ".join(f"{key}={_shown(value)}" for key, value in lever.settings),
+                code=lever.code,
                 keeps_training=lever.keeps_training,
                 plan=taken.plan,
                 estimate=taken.estimate,
@@ -309,7 +326,9 @@ def sentences(decision: Decision) -> Iterator[str]:
 def sentence(gain: Gain, decision: Decision) -> str:
     """Describe the change in time and memory of the plan taken, and a plan that is then faster."""
     own, then = decision.estimate, gain.estimate
-    how = f"`{gain.settings}`" if gain.settings else f"priced only: {_NOT_OURS}"
+    how = f"`{gain.settings or gain.code}`"
+    if not gain.settings and not gain.code:
+        how = f"priced only: {_NOT_OURS}"
     words = (
         f"{gain.name} ({gain.says}): step {_change(then.step_s, own.step_s)} to"
         f" {format_seconds(then.step_s)}, memory"
@@ -347,8 +366,8 @@ def hint(decision: Decision) -> Iterator[str]:
             continue
         words = [f"{_change(1 + step, 1)} step"] * (step <= -NOTABLE_STEP)
         words += [f"{_change(1 + memory, 1)} memory"] * saves
-        if gain.settings:
-            applied.append(f"`{gain.settings}` ({', '.join(words)})")
+        if gain.settings or gain.code:
+            applied.append(f"`{gain.settings or gain.code}` ({', '.join(words)})")
         else:
             priced.append(f"{gain.name} ({', '.join(words)})")
     lines = [", ".join(applied)] * bool(applied)

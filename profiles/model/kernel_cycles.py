@@ -77,7 +77,9 @@ class Charge(NamedTuple):
     Attributes:
         kernels: that it launches, by what they take of the host.
         moved_bytes, cycles: bytes that they move, and cycles beyond all bytes.
-        turned_bytes: moved where a convolution in fp32 runs in TF32, and not else.
+        turned_bytes: moved, beside `moved_bytes`, where maps are laid out anew around a convolution
+            on matrix units: in 16 bits and TF32, unless their channels lie side by side already.
+        turned_cycles: of `cycles`, those of such maps.
         casts: of `kernels`, those that change one floating dtype into another.
         workspace_bytes: taken while it runs.
     """
@@ -86,6 +88,7 @@ class Charge(NamedTuple):
     moved_bytes: int = 0
     cycles: int = 0
     turned_bytes: int = 0
+    turned_cycles: int = 0
     casts: int = 0
     workspace_bytes: int = 0
 
@@ -134,10 +137,10 @@ def convolution(maps_bytes: int, *, gradients: int = 1, is_half: bool) -> Charge
         gradients: of a backward, each of which reads both maps.
     """
     moved = 2 * gradients * maps_bytes
-    if not is_half:
-        return Charge(turned_bytes=moved, workspace_bytes=maps_bytes)
-    cycles = round(_TURNED * moved / _TURNED_BYTES)
-    return Charge(1, moved, cycles, workspace_bytes=maps_bytes)
+    cycles = round(_TURNED * moved / _TURNED_BYTES) if is_half else 0
+    return Charge(
+        cycles=cycles, turned_bytes=moved, turned_cycles=cycles, workspace_bytes=maps_bytes
+    )
 
 
 def depthwise(products: int, per_output: float, *, is_backward: bool) -> Charge:

@@ -220,3 +220,5 @@ class Fusible(Record):
     backward_kernels: NonNegativeInt = 0
     activation_bytes: NonNegativeFloat = 0.0
     transient_bytes: NonNegativeFloat = 0.0
+    forward_cycles: NonNegativeFloat = 0.0
+    backward_cycles: NonNegativeFloat = 0.0

@@ -302,6 +302,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def memory_format_of(tensor: torch.Tensor) -> torch.memory_format:
+    """The format that operators see in a tensor's strides; row by row where several fit."""
+    from torch._prims_common import suggest_memory_format
+
+    return suggest_memory_format(tensor)
+
+
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """Errors of fake tensors where code reads a tensor's values, or makes shapes of them."""
     from torch._subclasses.fake_tensor import (

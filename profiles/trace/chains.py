@@ -267,9 +267,16 @@ def add_savings(total: Savings, more: Savings) -> None:
 
 
 def layouts(where: Scope | LayerSegment, parts: Collection[LayerSegment] = ()) -> Savings:
-    """Bytes of maps turned in fp32, less those in `parts` of it."""
-    turned = [
-        getattr(where, name).turned_bytes - sum(getattr(part, name).turned_bytes for part in parts)
-        for name in ("forward", "backward")
-    ]
-    return {FusibleKind.LAYOUT: Saving(*turned)} if any(turned) else {}
+    """Bytes and cycles of maps that are laid out anew, less those in `parts` of it."""
+
+    def outside(direction: str, amount: str) -> int:
+        whole, *inside = (getattr(getattr(each, direction), amount) for each in (where, *parts))
+        return int(whole - sum(inside))
+
+    turned = Saving(
+        forward_moved_bytes=outside("forward", "turned_bytes"),
+        backward_moved_bytes=outside("backward", "turned_bytes"),
+        forward_cycles=outside("forward", "turned_cycles"),
+        backward_cycles=outside("backward", "turned_cycles"),
+    )
+    return {FusibleKind.LAYOUT: turned} if turned != Saving() else {}

@@ -36,11 +36,13 @@ class Grouped(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """A batch norm of `rows` elements in training, a block of threads for each channel."""
+    """A batch norm of `rows` elements in training: a block of threads for each channel, or, of
+    maps in channels last (`is_by_rows`), many for all of them."""
 
     rows: int
     channels: int
     element_bytes: int
+    is_by_rows: bool = False
 
 
 class Scored(NamedTuple):
@@ -75,8 +77,9 @@ Noted = Grouped | Normed | Scored | Convolved
 class Work:
     """Work of a scope or segment: see `UnitCost`. `noted` is of what lies outside segments.
 
-    `turned_bytes`: of `moved_bytes`, those of maps that are turned around convolutions in fp32,
-    which only matrix units need. `casts`: of `kernels`, those that change a dtype on accelerators.
+    `turned_bytes`, `turned_cycles`: of `moved_bytes` and `cycles`, those of maps that are laid out
+    anew around convolutions, which matrix units need. `casts`: of `kernels`, those that change a
+    dtype on accelerators.
     """
 
     flop: int = 0
@@ -84,6 +87,7 @@ class Work:
     cycles: int = 0
     kernels: int = 0
     turned_bytes: int = 0
+    turned_cycles: int = 0
     casts: int = 0
     noted: list[Noted] = field(default_factory=list)
 
@@ -94,6 +98,7 @@ class Work:
         self.cycles += charge.cycles
         self.kernels += charge.kernels
         self.turned_bytes += charge.turned_bytes
+        self.turned_cycles += charge.turned_cycles
         self.casts += charge.casts
 
 
@@ -140,6 +145,8 @@ class Saving(NamedTuple):
     backward_kernels: int = 0
     activation_bytes: int = 0
     transient_bytes: int = 0
+    forward_cycles: int = 0
+    backward_cycles: int = 0
 
     def plus(self, other: Saving) -> Saving:
         return Saving(*(a + b for a, b in zip(self, other, strict=True)))

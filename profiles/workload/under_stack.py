@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
 
 from profiles.model.affine import Affine
 from profiles.model.layers import LayerCost, Stretch
 from profiles.model.profile import ModelProfile, Numerics, UnitCost
-from profiles.model.work import AttentionCall, AttentionKernel, Fusible, FusibleKind, attention_cost
+from profiles.model.work import (
+    AttentionCall,
+    AttentionKernel,
+    Fusible,
+    FusibleKind,
+    Product,
+    ProductKind,
+    attention_cost,
+)
 from profiles.workload.losses import with_loss
 from profiles.workload.stack import Loss, Selective, Stack
 
@@ -22,6 +31,8 @@ AMOUNTS = (
     "selective_activation_bytes",
 )
 CYCLES = ("forward_cycles", "backward_cycles")
+_LAID_OUT = Stack(name="maps as they lie", fused=(FusibleKind.LAYOUT,))
+_Part = TypeVar("_Part", Stretch, UnitCost)
 _OF_TORCH = (Loss.MATERIALISED, Loss.CHUNKED)
 _Change = dict[str, float]
 
@@ -51,8 +62,59 @@ def in_plain_fp32(model: ModelProfile) -> ModelProfile:
     costs = (unit.costs.get(Numerics.AS_BUILT, UnitCost()) for unit in model.units)
     if model.dtype != "float32" or not any(map(_turns_maps, costs)):
         return model
-    plain = Stack(name="plain", fused=(FusibleKind.LAYOUT,))
-    return _with_costs(model, lambda cost: _unit_cost(cost, plain), (Numerics.AS_BUILT,))
+    return _with_costs(model, _as_they_lie, (Numerics.AS_BUILT,))
+
+
+def in_channels_last(model: ModelProfile) -> ModelProfile | None:
+    """`model` with the channels of a position side by side in all maps, as matrix units take them:
+    what its capture in channels last is. None where no maps are laid out anew, or where kernels of
+    accelerators were not counted."""
+    costs = (cost for unit in model.units for cost in unit.costs.values())
+    if model.on_processor is not False or not any(map(_turns_maps, costs)):
+        return None
+    return _with_costs(model, lambda cost: _normed_by_rows(_as_they_lie(cost)))
+
+
+def _as_they_lie(cost: UnitCost) -> UnitCost:
+    return _unit_cost(cost, _LAID_OUT)
+
+
+def _normed_by_rows(cost: UnitCost) -> UnitCost:
+    """Batch norms as bound by memory: their input is read once more, and back once more with the
+    gradient, beside what a product of theirs has as once each."""
+    own, *again = _without_norms(cost)
+    layers = []
+    for layer in cost.layers:
+        (inner, *first), (after, *then) = _without_norms(layer.own), _without_norms(layer.after)
+        again = [a + b + c for a, b, c in zip(again, first, then, strict=True)]
+        layers.append(layer.model_copy(update={"own": inner, "after": after}))
+    forward, backward = again
+    return own.model_copy(
+        update={
+            "layers": tuple(layers),
+            "forward_moved_bytes": cost.forward_moved_bytes + forward,
+            "backward_moved_bytes": cost.backward_moved_bytes + backward,
+        }
+    )
+
+
+def _without_norms(part: _Part) -> tuple[_Part, Affine, Affine]:
+    """The part, and the bytes that its norms read again, forward and backward."""
+    forward, backward, others = Affine(), Affine(), list[Product]()
+    for product in part.products:
+        if product.kind is ProductKind.ELEMENTWISE:
+            forward += (product.forward_bytes or Affine()) * (1 / 2)
+            backward += (product.backward_bytes or Affine()) * (2 / 3)
+        else:
+            others.append(product)
+    changed = part.model_copy(
+        update={
+            "products": tuple(others),
+            "forward_moved_bytes": part.forward_moved_bytes + forward,
+            "backward_moved_bytes": part.backward_moved_bytes + backward,
+        }
+    )
+    return changed, forward, backward
 
 
 def _turns_maps(cost: UnitCost) -> bool:
@@ -217,6 +279,8 @@ def _saved(fusible: Fusible, stack: Stack, saved_bytes: float) -> _Change:
     return {
         "forward_moved_bytes": -fusible.forward_moved_bytes,
         "backward_moved_bytes": -fusible.backward_moved_bytes,
+        "forward_cycles": -fusible.forward_cycles,
+        "backward_cycles": -fusible.backward_cycles,
         "activation_bytes": -max(0.0, fusible.activation_bytes - stays),
     }
 

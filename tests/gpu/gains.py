@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from advisor.cost import Estimate
+from advisor.inputs.bundled.resnet import ResNet
 from engines.plan import Plan
+from profiles.torch_compat import map_tensors
 from tests.gpu.case import Case
 from tests.gpu.predict import EXACT, Predicted, allocated, predicted
 from tests.gpu.results import Row, Unit
 from tests.gpu.setting import WARM_UP, LeftOutError, Setting
-from tests.gpu.subjects import SMALL, Subject, captured, fill, gpt_of
+from tests.gpu.subjects import SMALL, Subject, captured, fill, gpt_of, images
 from tests.gpu.training import EVERY, Step, Variant, measured, predictions
 
 BASE = Variant("precision=bf16")
@@ -65,7 +69,11 @@ def cases(*, is_small: bool) -> list[Case]:
         )
         for name, change in pairs
     ]
-    return [*every[:3], Case("small gpt: CUDA graph", _graph, is_small=is_small), *every[3:]]
+    others = [
+        Case("small gpt: CUDA graph", _graph, is_small=is_small),
+        Case("ResNet-50: channels last", _channels_last, limit_s=120.0, is_small=is_small),
+    ]
+    return [*every[:3], *others, *every[3:]]
 
 
 _BASES: dict[str, Step] = {}
@@ -115,6 +123,30 @@ def predicted_again(setting: Setting) -> dict[str, Callable[[], tuple[Predicted,
         for name in (*MODELS, *OF_PROGRAMS)
         for change, variant in CHANGES.items()
     }
+
+
+def _channels_last(setting: Setting) -> Iterator[Row]:
+    """Maps with the channels of a position side by side, over maps channel after channel."""
+    plain = Subject(lambda: ResNet(18), images(32), 2, F.cross_entropy)
+    plain = plain if setting.is_small else EVERY["ResNet-50"]
+    laid_out = replace(
+        plain,
+        build=lambda: plain.build().to(memory_format=torch.channels_last),
+        batch=lambda rows: map_tensors(_side_by_side, plain.batch(rows)),
+    )
+    for settings in ("", "precision=bf16"):
+        variant = Variant(settings, tf32=True)
+        steps, estimates = [], []
+        for subject, name in ((plain, "ResNet"), (laid_out, "ResNet, channels last")):
+            steps.append(measured(setting, subject, name, variant))
+            estimates.append(predictions(setting, subject, name, variant))
+        one, other = (step.seconds for step in steps)
+        yield _ratio(f"{settings or 'TF32'}, {STEP}", one, other, *estimates, TERMS[STEP])
+
+
+def _side_by_side(tensor: torch.Tensor) -> torch.Tensor:
+    is_maps = tensor.dim() == 4
+    return tensor.to(memory_format=torch.channels_last) if is_maps else tensor
 
 
 def _ratio(

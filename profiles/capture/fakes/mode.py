@@ -14,6 +14,7 @@ from profiles.capture.batch.call import Batch
 from profiles.capture.batch.tree import batch_tensors
 from profiles.capture.fakes.known_values import KnownValues
 from profiles.capture.fakes.transformers_compat import masks_of_a_real_run
+from profiles.capture.operators.map_layouts import as_kernels_lay_out
 from profiles.capture.operators.table import grouped_matmul
 from profiles.torch_compat import (
     Operator,
@@ -105,6 +106,7 @@ class FakeRunMode(TorchDispatchMode):
             result = self.values.run(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
+        result = as_kernels_lay_out(name, args, result)
         if name in _ONES or (name == "_to_copy" and self.is_all_ones(args[0])):
             storages = filter(None, map(storage_of, tensors_in(result)))
             self._ones |= {id(storage): weakref.ref(storage) for storage in storages}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from profiles.capture.operators.table import normed
 from profiles.model.kernel_cycles import (
     COPY,
     NOTHING,
@@ -50,7 +51,7 @@ def kernel_charge(
     own = charge(name, [*map(operand, inputs)], [*map(operand, outputs)], dim=dim)
     call = _convolution(operator, args, outputs)
     if call is None:
-        return own
+        return own.plus(_of_norm(operator, args))
     is_half = call.value.element_size() <= HALF_BYTES
     maps_bytes = _maps_bytes(call)
     besides = convolution(maps_bytes, gradients=call.gradients, is_half=is_half)
@@ -109,6 +110,18 @@ def _convolution(
     return _Convolution(
         value, weight, written, stride, is_backward, gradients, is_transposed, groups
     )
+
+
+def _of_norm(operator: Operator, args: Sequence[Any]) -> Charge:
+    """Charge of a batch norm of maps in channels last, whose rows are shared by blocks of threads:
+    they are read once more for their sums, and back once more with their gradients (2.11,
+    `batch_norm_*_channels_last_kernel` in torch/aten/src/ATen/native/cuda/Normalization.cuh). Of
+    other maps a block sums a channel, which takes longer: see `advisor.cost.compute.norms`."""
+    norm = normed(operator, args)
+    if norm is None or not norm.is_by_rows:
+        return NOTHING
+    again = 2 if "backward" in operator.overloadpacket.__name__ else 1
+    return Charge(0, again * norm.rows * norm.element_bytes)
 
 
 def _has_channels_last(value: Tensor) -> bool:

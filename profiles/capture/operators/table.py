@@ -12,8 +12,15 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from profiles.capture.operators.accelerators import drops_scores
+from profiles.capture.operators.map_layouts import CHANNELS_LAST
 from profiles.model.work import FusibleKind
-from profiles.torch_compat import Operator, aten_operators, is_mutable, storage_of
+from profiles.torch_compat import (
+    Operator,
+    aten_operators,
+    is_mutable,
+    memory_format_of,
+    storage_of,
+)
 from profiles.trace.chains import Fusing
 from profiles.trace.scopes import Attended, Convolved, Grouped, Normed, Noted, Scored
 
@@ -152,7 +159,8 @@ def noted(
     """
     name = operator.overloadpacket.__name__
     if name in _BATCH_NORMS:
-        return normed(operator, args)
+        norm = normed(operator, args)
+        return None if norm is not None and norm.is_by_rows and not on_processor else norm
     if name == "_grouped_mm" and len(args) > 2 and args[2] is not None:
         a, _, ends, *_ = args
         width = outputs[0].shape[-1]
@@ -200,12 +208,13 @@ def normed(operator: Operator, args: Sequence[Any]) -> Normed | None:
     """The batch norm that this is, or its backward, by statistics of the batch; one by running
     statistics, `training` false, is bound by memory."""
     name = operator.overloadpacket.__name__
-    if len(args) < 2:
+    if name not in _BATCH_NORMS or len(args) < 2:
         return None
     if not next((flag for flag in args if isinstance(flag, bool)), True):  # the first is `training`
         return None
     value = args[1] if "backward" in name else args[0]
-    return Normed(value.numel(), value.shape[1], value.element_size())
+    is_by_rows = memory_format_of(value) in CHANNELS_LAST
+    return Normed(value.numel(), value.shape[1], value.element_size(), is_by_rows)
 
 
 def launches(operator: Operator, *, makes_storage: bool) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import Tensor, nn
 
 from advisor.cli.main import cli
 from advisor.cost import CostModel
@@ -17,12 +19,14 @@ from advisor.decide.decision import Decision
 from advisor.inputs.facts import Facts
 from advisor.inputs.stacks import is_of_engines
 from engines.plan import PartialPlan, Plan, Precision
+from profiles.capture.capture import capture
 from profiles.closed_forms.transformer import TransformerShape, transformer_profile
 from profiles.machine.clusters import cluster_from_name
 from profiles.model.profile import Numerics
 from profiles.model.work import AttentionKernel
 from profiles.workload.stack import TORCH, Stack, stack_named
 from profiles.workload.workload import Workload
+from tests.engines.cases import cpu_ranks
 from tests.factories import facts, gpus, transformer
 
 H, VOCAB, TOKENS, LAYERS = 1024, 32_000, 2048, 8
@@ -224,3 +228,47 @@ class TestReport:
         for each in levers.gains(decision):
             assert f"{each.name} (" in shown.stdout
         assert "priced only: our engines do not implement it" in shown.stdout
+
+
+class Maps(nn.Module):
+    """Convolutions and batch norms, mostly bound by memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64)) for _ in range(4)]
+        self.layers = nn.Sequential(*(each for pair in layers for each in pair))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x).mean((2, 3))
+        return out
+
+
+def of_maps(layout: torch.memory_format, cluster: str) -> Decision:
+    model, images = Maps(), torch.zeros(32, 64, 128, 128)
+    profile = capture(
+        model.to(memory_format=layout),
+        images.to(memory_format=layout),
+        numerics=tuple(Numerics),
+        on_processor=cluster == "8xcpu",
+    )
+    known = Facts(
+        model=profile,
+        cluster=cpu_ranks(8) if cluster == "8xcpu" else cluster_from_name(cluster),
+        workload=Workload(global_batch_size=256, precision="bf16"),
+    )
+    return decided(known, "zero=0 dp_replicate=8 microbatch_size=32 recompute=none")
+
+
+def test_channels_last_is_as_fast_as_a_model_that_is_laid_out_so() -> None:
+    plain, laid_out = (
+        of_maps(layout, "8xH100-SXM-80GB")
+        for layout in (torch.contiguous_format, torch.channels_last)
+    )
+    lever = gain(plain, "channels last")
+    assert lever.estimate.step_s == pytest.approx(laid_out.estimate.step_s, rel=0.01)
+    assert lever.estimate.step_s < 0.9 * plain.estimate.step_s
+    (line,) = levers.hint(plain)
+    assert "`model.to(memory_format=torch.channels_last)` (-" in line
+    assert "channels last" not in {each.name for each in levers.gains(laid_out)}
+    on_processors = of_maps(torch.contiguous_format, "8xcpu")
+    assert "channels last" not in {each.name for each in levers.gains(on_processors)}

@@ -155,7 +155,8 @@ def test_maps_are_laid_out_anew_as_fast_as_they_were_in_a_step() -> None:
     moved = 2 * 2 * 16 * 64 * 256 * 256
     charged = convolution(moved // 2, is_half=True)
     # A search for the algorithm, and room for both maps once.
-    assert (charged.kernels, charged.moved_bytes) == (1, moved)
+    assert (charged.kernels, charged.turned_bytes) == (1, moved)
+    assert charged.turned_cycles == charged.cycles
     assert charged.workspace_bytes == moved // 2
     seconds = moved / BANDWIDTH + charged.cycles / CYCLES_PER_S
     assert 2 * seconds == pytest.approx((91.1 + 125.3) * 1e-6, rel=0.1)

@@ -13,9 +13,9 @@ from profiles.capture.capture import capture
 from profiles.capture.operators.table import moved_bytes
 from profiles.model.affine import Affine
 from profiles.model.kernel_cycles import CAST, STRIDED
-from profiles.model.profile import Numerics, UnitCost
+from profiles.model.profile import ModelProfile, Numerics, UnitCost
 from profiles.model.work import FusibleKind
-from profiles.workload.under_stack import in_plain_fp32
+from profiles.workload.under_stack import in_channels_last, in_plain_fp32
 
 ROWS, TOKENS, WIDTH = 2, 80, 32
 ELEMENTS = TOKENS * WIDTH
@@ -201,3 +201,41 @@ def test_products_of_positions_and_maps_that_lie_so_are_not_turned() -> None:
     assert turned(Maps(1)) == (0, 0, 0)
     lasting = Maps(3).to(memory_format=torch.channels_last)
     assert turned(lasting, of_lasting=True) == (0, 0, 0)
+
+
+class Normed(nn.Module):
+    """A convolution, a batch norm and another convolution, of maps of 8 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.norm(self.first(x)).relu())
+        return out
+
+
+def _captured(layout: torch.memory_format) -> ModelProfile:
+    images = torch.ones(ROWS, 8, 16, 16).to(memory_format=layout)
+    model = Normed().to(memory_format=layout)
+    numerics = (Numerics.AS_BUILT, Numerics.BF16)
+    return capture(model, images, numerics=numerics, on_processor=False)
+
+
+@pytest.mark.parametrize("numerics", [Numerics.AS_BUILT, Numerics.BF16])
+def test_maps_said_to_lie_in_channels_last_cost_what_a_capture_of_them_costs(
+    numerics: Numerics,
+) -> None:
+    known, laid_out = _captured(torch.contiguous_format), _captured(torch.channels_last)
+    changed = in_channels_last(known)
+    assert changed is not None
+    assert in_channels_last(laid_out) is None
+    for before, said, seen in zip(known.units, changed.units, laid_out.units, strict=True):
+        was, cost, own = (unit.cost(numerics) for unit in (before, said, seen))
+        assert cost.products == own.products
+        for name in ("forward_moved_bytes", "backward_moved_bytes", "forward_cycles"):
+            assert getattr(cost, name).at(ROWS) == pytest.approx(getattr(own, name).at(ROWS))
+        if said.name == "norm":  # read, read and written; back two are read twice, one is written
+            assert was.forward_moved_bytes.at(ROWS) < own.forward_moved_bytes.at(ROWS)
