@@ -239,7 +239,8 @@ def test_maps_said_to_lie_in_channels_last_cost_what_a_capture_of_them_costs(
             *("forward_moved_bytes", "backward_moved_bytes"),
             *("forward_cycles", "backward_cycles"),
         ):
-            assert getattr(cost, name).at(ROWS) == pytest.approx(getattr(own, name).at(ROWS))
+            said_so, ran = getattr(cost, name).at(ROWS), getattr(own, name).at(ROWS)
+            assert said_so == pytest.approx(ran, abs=1)  # cycles of each call are rounded
 
 
 def test_batch_norms_of_channels_last_read_their_maps_once_more() -> None:
