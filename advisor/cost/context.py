@@ -37,7 +37,7 @@ from advisor.cost.stages.stage_memory import StageMemory, holds_outputs
 from advisor.inputs.facts import Facts
 from advisor.inputs.stacks import convolves_in_tf32
 from engines.legality import numerics, scales_loss
-from engines.plan import Aggregation, Compression, Plan, Recompute
+from engines.plan import Aggregation, Compression, Plan
 from engines.tensor.rules import proposed_styles
 from engines.tensor.token_rules import split_tokens
 from profiles.allocator.host_memory import load_memory
@@ -60,7 +60,7 @@ class CostContext:
         self._stages: dict[tuple[object, ...], dict[object, StageCost]] = {}
         self._chunks: dict[tuple[object, ...], dict[object, StageMemory]] = {}
         self._passes: dict[tuple[object, ...], RunPasses] = {}
-        self._computing: dict[tuple[object, ...], dict[tuple[Recompute, float], Computing]] = {}
+        self._computing: dict[tuple[object, ...], dict[tuple[object, ...], Computing]] = {}
         self._units: dict[tuple[object, ...], tuple[UnitProfile, ...]] = {}
         self._shares: dict[object, HandedOn] = {}
         self._styled: dict[tuple[Numerics, tuple[tuple[str, str], ...]], list[Styled]] = {}
@@ -251,20 +251,22 @@ class CostContext:
             self._shares[key] = HandedOn(frozenset(shares), max(shares.values(), default=1.0))
         return self._shares[key]
 
-    def computing(self, plan: Plan, loads: Loads) -> Computing:
+    def computing(self, plan: Plan, loads: Loads, *, is_stage: bool = False) -> Computing:
         """Compute times: measured on this device if the model has some, else the roofline's.
 
-        `loads` are all units of the plan, or some neighbours of them.
+        Args:
+            loads: all units of the plan, or some neighbours of them.
+            is_stage: True if these are a stage's (see `in_sequence`).
         """
         # Loads take long to hash: they are, once.
         alike = (loads.runs, loads.names[:1], self.dtype(plan), plan.data_parallel.is_sharded)
         known = self._computing.setdefault(alike, {})
-        key = plan.recompute, added_share(plan)
+        key = plan.recompute, added_share(plan), is_stage
         if key not in known:
-            known[key] = self._timed(plan, loads)
+            known[key] = self._timed(plan, loads, is_stage)
         return known[key]
 
-    def _timed(self, plan: Plan, loads: Loads) -> Computing:
+    def _timed(self, plan: Plan, loads: Loads, is_stage: bool) -> Computing:
         model, cluster = self.facts.model, self.facts.cluster
         device, dtype = cluster.device, self.dtype(plan)
 
@@ -280,7 +282,7 @@ class CostContext:
                     calibration=self.calibration,
                     is_sharded=is_sharded,
                 )
-            return with_recompute(passes, plan.recompute, self.stack)
+            return with_recompute(passes, plan.recompute, self.stack, is_stage=is_stage)
 
         has_hooks = self.stack.states is None and plan.data_parallel.is_sharded
         times = timed(loads, is_sharded=has_hooks)

@@ -118,14 +118,20 @@ class UnitTime:
         return PassSeconds(self.backward_s, self.backward_launch_s, self.ahead_s[1])
 
 
-def in_sequence(times: Sequence[UnitTime]) -> tuple[UnitTime, ...]:
+def in_sequence(times: Sequence[UnitTime], *, is_stage: bool = False) -> tuple[UnitTime, ...]:
     """Times of units as they follow each other in a microbatch: what the device has left to do of
     one hides launches of the next, from the first forward to the last backward.
+
+    Args:
+        is_stage: True for units of a pipeline's stage. Its backward waits for a gradient, by when
+            the device is done with the forward.
     """
     lead, forward, backward = 0.0, [], []
     for time in times:
         launch_s, lead = _hidden(lead, time.forward_launch_s, time.ahead_s[0], time.count)
         forward.append(launch_s)
+    if is_stage:
+        lead = 0.0
     for time in reversed(times):
         unhidden = time.backward_launch_s + time.recompute_launch_s
         launch_s, lead = _hidden(lead, unhidden, time.ahead_s[1], time.count)

@@ -184,8 +184,10 @@ def passes_of(
     return tuple(passes)
 
 
-def with_recompute(passes: RunPasses, recompute: Recompute, stack: Stack) -> tuple[UnitTime, ...]:
-    """`unit_times` of loads with these `passes_of`."""
+def with_recompute(
+    passes: RunPasses, recompute: Recompute, stack: Stack, *, is_stage: bool = False
+) -> tuple[UnitTime, ...]:
+    """`unit_times` of loads with these `passes_of`, which are those of a stage or of the model."""
     # Entries of one run differ only in count.
     times = []
     for own, glue in passes:
@@ -194,7 +196,7 @@ def with_recompute(passes: RunPasses, recompute: Recompute, stack: Stack) -> tup
             time = time.with_glue(glue.time(recompute, stack))
         counts = ends_of(own.unit.count)
         times += [time if n == time.count else replace(time, count=n) for n in counts]
-    return in_sequence(times)
+    return in_sequence(times, is_stage=is_stage)
 
 
 def block_times(

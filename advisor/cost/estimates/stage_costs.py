@@ -99,7 +99,7 @@ class StageCosts(Sequence[StageCost]):
 
 
 def _stage(model: CostContext, plan: Plan, part: Loads, chunk: StageMemory) -> StageCost:
-    computing = model.computing(plan, part)
+    computing = model.computing(plan, part, is_stage=True)
     exchanged = stage_exchange(
         plan,
         part,
