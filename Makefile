@@ -11,7 +11,7 @@
 # make fuzz-modules  2,000 random modules under plans, each against one process (FUZZ="--seed 9")
 # make gpu     all that needs a GPU, 9 minutes at a time; without one the cases are tried in small
 # make growth  time and memory against layers, devices, experts, ranks: an hour (GROWTH="--show")
-# make nightly  tests on further plans and sizes, which `make test` leaves out
+# make nightly  tests on further plans, sizes and random cases, which `make test` leaves out
 # make timed   the tests that compare clocks, for a machine that does nothing else
 # make peers   plain torch, Accelerate, DeepSpeed and Transformers beside us, root (PEERS="--show")
 # make other-torch  what engines and captures are tested by, on another torch (TORCH=2.15.0, GB)
@@ -96,7 +96,8 @@ growth: $(STAMP)
 	@$(BIN)/python -m tests.benchmarks.growth $(GROWTH)
 
 nightly: $(STAMP)
-	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal -m nightly; \
+	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal \
+	    -m "nightly or hypothesis" --hypothesis-profile "other cases"; \
 	echo "== tests took $$((SECONDS - start)) s"
 
 timed: $(STAMP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -23,12 +23,14 @@ class Reader:
         file: its name, whose ending counts.
         read: given the path; a text that it returns says what is wrong with what it read.
         seeds: real contents.
+        most_s: seconds of the processor that a file may take.
     """
 
     name: str
     file: str
     read: Callable[[Path], object]
     seeds: Callable[[], list[bytes]]
+    most_s: float = field(default=1.0, kw_only=True)
 
     def write(self, folder: Path, random: Random) -> Path:
         """A case in `folder`, in the place of the one before."""
@@ -332,8 +334,9 @@ def readers() -> Iterator[Reader]:
         _words("4x8xH100-SXM-80GB", "2xdgx-h100", "72xGB200", "8xH100-SXM-80GB+8xA100-SXM-80GB"),
     )
     yield Reader("profile", "model.json", _saved_profile, _documents_of("profile"))
-    yield Reader("config", "config.json", _profile, _configs)
-    yield Reader("config-built", "config.json", _profile, _built_configs)
+    # A type of model that has no closed form is captured.
+    yield Reader("config", "config.json", _profile, _configs, most_s=5.0)
+    yield Reader("config-built", "config.json", _profile, _built_configs, most_s=5.0)
     yield Reader("plan", "plan.json", _plan, _documents_of("plan"))
     yield Reader(
         "plan-text",

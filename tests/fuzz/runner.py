@@ -25,10 +25,9 @@ from profiles.units import MIB
 from tests.fuzz.readers import Reader
 
 REPORT = Path(__file__).parents[1] / "validation" / "fuzz.json"
-MOST_S, MOST_BYTES = 1.0, 500 * MIB
-"""Of one case: seconds of the processor, and bytes beyond what the process had."""
+MOST_BYTES = 500 * MIB
+"""Of one case, beyond what the process had."""
 ALARM_S = 20
-_SLOW = f"time: more than {MOST_S:.0f} s"
 MOST_SHOWN = 25_000
 """Characters of an error."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -96,7 +95,7 @@ def fuzzed(
         random = Random(f"{reader.name} {seed} {number}")
         path = reader.write(folder, random)
         outcome, took = outcome_of(reader, path)
-        if outcome == _SLOW:  # once more: the first call of something may have imported it
+        if outcome == _slow(reader):  # once more: the first call of something may have imported it
             outcome, took = outcome_of(reader, path)
         used = _memory("VmHWM") - resident
         if used > MOST_BYTES and outcome in ("accepted", "refused"):
@@ -141,9 +140,13 @@ def outcome_of(reader: Reader, path: Path) -> tuple[str, float]:
     except (Exception, TooLong) as error:
         outcome = _signature(error)
     seconds = time.process_time() - start
-    if seconds > MOST_S and outcome in ("accepted", "refused"):
-        outcome = _SLOW
+    if seconds > reader.most_s and outcome in ("accepted", "refused"):
+        outcome = _slow(reader)
     return outcome, seconds
+
+
+def _slow(reader: Reader) -> str:
+    return f"time: more than {reader.most_s:.0f} s"
 
 
 def _of_error(text: str) -> str:
