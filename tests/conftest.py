@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from profiles.lazy import without_collections
+from tests.nightly import mark_listed
 from tests.workers import CAPTURED, Pool
 
 # Workers of xdist share the cores: threads of torch that wait for one another spin, and take many
@@ -36,6 +37,12 @@ def pytest_collection() -> Iterator[None]:
         result = yield
     gc.freeze()
     return result
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark before pytest leaves out by marks."""
+    mark_listed(items, is_whole=config.args == config.getini("testpaths"))
 
 
 @pytest.fixture(scope="session", autouse=True)

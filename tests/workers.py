@@ -33,6 +33,9 @@ IMPORTED = (
     "torch.distributed.pipelining",
     "torch._dynamo",
     "transformers.modeling_utils",
+    "advisor.auto.parallelize",
+    "profiles.machine.bench",
+    "pytest",
     "tests.engines.parity",
     "tests.imports_end",
 )

@@ -26,6 +26,9 @@ ROUNDS = 3
 CPU_EDGES, GPU_EDGES = (64, 128, 256, 512), (512, 1024, 2048, 4096)
 # Beside a GPU: more than any cache, and little to lock into memory for every rank of a node.
 HOST_COPY_BYTES = 256 * MIB
+# A processor without units for 16 bits takes a second for the large product, and as long for a
+# FLOP of a smaller one: 30 to 70 times as long as in fp32, measured.
+EMULATED_EDGE, EMULATED = 512, 4
 # Kernels of a graph: its own launch, 10 us, is then less than that of one of them.
 REPLAYED = 20
 # Larger than what glibc keeps for later: see `profiles.workload.new_memory`.
@@ -202,11 +205,17 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     share_s = budget_s / count / ROUNDS
 
     def products(dtype: torch.dtype, edge: int) -> Timing:
-        # A processor that emulates 16 bits takes a second for one; rounds are samples enough.
+        # Rounds are samples enough of a product that takes long.
         return matmul_timing(here, dtype, edge, seconds=share_s, fewest=1)
 
+    large_of = dict.fromkeys(dtypes, large)
+    if here.type == "cpu":
+        plain_s, half_s = job.slowest([products(dtype, edges[-2]).median_s for dtype in dtypes])
+        if half_s > EMULATED * plain_s:
+            large_of[half] = min(large, EMULATED_EDGE)
+
     def medians_of_round() -> list[float]:
-        timings = [products(dtype, large) for dtype in dtypes]
+        timings = [products(dtype, edge) for dtype, edge in large_of.items()]
         timings += [copy_timing(here, seconds=share_s), launch_timing(here, seconds=share_s)]
         timings += [products(usual, edge) for edge in edges]
         seconds = [timing.median_s for timing in timings]
@@ -222,10 +231,9 @@ def timed_device(job: Job, device: Device, *, budget_s: float) -> Device:
     medians = [figure.median_s for figure in figures]
     errors = [figure.relative_error for figure in figures]
 
-    flop = 2 * large**3
     rates = {
-        str(dtype).removeprefix("torch."): measured(flop / medians[index], errors[index])
-        for index, dtype in enumerate(dtypes)
+        str(dtype).removeprefix("torch."): measured(2 * edge**3 / medians[index], errors[index])
+        for index, (dtype, edge) in enumerate(large_of.items())
     }
     best = rates[str(usual).removeprefix("torch.")].value
     efficiency = {

@@ -114,7 +114,7 @@ def test_why_not_agrees_with_the_rows(decision: Decision) -> None:
         assert (answer.verdict is PlanVerdict.NO_FIT) == (other.verdict is PlanVerdict.NO_FIT)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(whole=situations() | hybrids())
 def test_the_choice_is_the_simplest_of_all_plans_within_the_margin_of_the_fastest(
     whole: Facts,

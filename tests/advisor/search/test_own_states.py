@@ -82,7 +82,7 @@ def searched(whole: Facts, offload: Offload = Offload.NONE) -> Search:
     return Search(cache, Policy(), space, StageSearch(cache, PartialPlan(), Policy()))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(whole=situations(), offload=st.sampled_from(Offload), first=st.integers(0, SPACING - 1))
 def test_no_estimate_is_below_its_bound_and_the_preferred_plan_equals_brute_force(
     whole: Facts, offload: Offload, first: int

@@ -223,7 +223,7 @@ def test_the_peak_of_stages_is_above_its_bound_and_close_to_it() -> None:
             assert least - context >= 0.7 * (high - context), str(candidate.plan)
 
 
-@settings(max_examples=35, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     whole=situations() | hybrids(),
     offload=st.sampled_from(Offload),
