@@ -26,7 +26,7 @@ from profiles.record import Record
 from profiles.units import format_gib
 
 log = logging.getLogger(__name__)
-NOT_ESTIMATED = "not-estimated"
+FITS_HOST, NOT_ESTIMATED = "fits-host", "not-estimated"
 
 
 class Finding(Record):
@@ -75,7 +75,7 @@ def fits_host(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> F
     memory = facts.cluster.host_memory_bytes
     if memory is None:
         return Finding(
-            rule="fits-host",
+            rule=FITS_HOST,
             because=f"needs {format_gib(needed)} of main memory per node, which is not known here",
             missing_bytes=needed,
         )
@@ -83,7 +83,7 @@ def fits_host(plan: Plan, estimate: Estimate, facts: Facts, policy: Policy) -> F
     if needed <= usable:
         return None
     return Finding(
-        rule="fits-host",
+        rule=FITS_HOST,
         because=f"does not fit: needs {format_gib(needed)} of {format_gib(usable)} usable main"
         " memory per node",
         missing_bytes=needed - usable,

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.cost.memory.offload import states_leave
 from advisor.inputs.policy import Objective, Policy
 from advisor.search.bounds import Bounds, bounds_of, staged_peaks
 from advisor.search.cache import SearchCache
 from advisor.search.columns import ROUNDING, Microbatches, some_of_each, unique
 from advisor.search.ranking import (
+    FITS_HOST,
     NOT_ESTIMATED,
     Candidate,
     fastest_first,
@@ -32,9 +34,10 @@ from advisor.search.ranking import (
     smallest_first,
     tie_limit_s,
 )
-from advisor.search.space import KINDS, SCHEDULES, Space
+from advisor.search.space import KINDS, SCHEDULES, Space, plan_with
 from advisor.search.stages import StageSearch
-from engines.plan import Plan, Schedule
+from engines.plan import OffloadTo, Plan, Schedule
+from profiles.machine.cluster import ClusterProfile
 
 # Rows estimated to find the nearest miss, if none fits.
 _MOST_MISSING = 12
@@ -67,6 +70,7 @@ class Search:
         self._played: set[int] = set()
         self._may_fit_with_borders: set[int] = set()
         self.usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
+        self._lacks_host = _needs_host(space, costs.facts.cluster)
         missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self.usable_bytes
         # It is not known how much rows miss that have no borders with which they fit.
         some = np.where(np.isinf(self.bounds.fitting_s), np.finfo(float).tiny, 0.0)
@@ -92,6 +96,9 @@ class Search:
         counts[fits_device.__name__.replace("_", "-")] += len(by_bound) - sum(
             bool(self._missing[index] > 0) for index in self._weighed
         )
+        if self._lacks_host:
+            weighed = list(self._weighed)
+            counts[FITS_HOST] += int(self.may_fit.sum() - self.may_fit[weighed].sum())
         counts[NOT_ESTIMATED] = len(self._failed)
         return +counts
 
@@ -281,7 +288,7 @@ class Search:
         self.bounds.fitting_s[index] = max(self.bounds.fitting_s[index], step_s)
 
     def _may_fit(self, rows: Rows) -> Rows:
-        return np.asarray(rows[self._missing[rows] == 0])
+        return rows[:0] if self._lacks_host else np.asarray(rows[self._missing[rows] == 0])
 
     def _least(
         self,
@@ -390,6 +397,13 @@ class Search:
         # Equally simple rows stay in the order of the space.
         for group in np.split(order, starts):
             yield np.asarray(rows[group])
+
+
+def _needs_host(space: Space, cluster: ClusterProfile) -> bool:
+    """Return True if all rows offload states to a main memory of unknown size: none fits."""
+    plan = plan_with(offload=space.offload, offload_to=space.offload_to)
+    is_host = space.offload_to is OffloadTo.HOST and cluster.host_memory_bytes is None
+    return is_host and states_leave(plan, cluster.device)
 
 
 class _TooMany(Exception):

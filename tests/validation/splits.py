@@ -17,6 +17,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+from advisor.inputs.facts import Facts
 from advisor.whatif.sweep.points import Point, Sweep, Swept
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.times import BlockTimes
@@ -154,32 +155,39 @@ def repriced() -> Report:
     sweeps = {"plans": report.plans, "sizes": report.sizes}
     for part, ground in (("plans", report.plans_ground), ("sizes", report.sizes_ground)):
         if ground is not None:
-            points = tuple(priced(point, ground) for point in sweeps[part].points)
+            facts = captured(ground)
+            points = tuple(priced(point, ground, facts) for point in sweeps[part].points)
             sweeps[part] = sweeps[part].model_copy(update={"points": points})
     return report.model_copy(update=sweeps)
 
 
-def priced(point: Point, ground: Ground) -> Point:
-    """With what is predicted for its plan today, from blocks timed at the rows of a microbatch."""
+def captured(ground: Ground) -> Facts:
+    """The model on all devices; its amounts are those of any number of rows and devices."""
     from advisor.auto.facts_from_module import facts_from_module
-    from advisor.auto.measure import OPTIMIZERS, repeated
-    from advisor.cost import estimate
+    from advisor.auto.measure import OPTIMIZERS
     from advisor.inputs.models import load_model
-    from advisor.inputs.resize import resized
 
     loaded = load_model(MODEL, samples=FEWEST_ROWS, sequence_length=None)
-    rows = max(FEWEST_ROWS, point.plan.microbatch_size or GLOBAL_BATCH)
-    facts = facts_from_module(
+    return facts_from_module(
         loaded.module,
-        repeated(loaded.sample, rows),
+        loaded.sample,
         loss_fn=loaded.loss_fn,
-        cluster=resized(ground.cluster, point.devices),
+        cluster=ground.cluster,
         global_batch_size=GLOBAL_BATCH,
         optimizer=OPTIMIZERS[OPTIMIZER],
     )
+
+
+def priced(point: Point, ground: Ground, facts: Facts) -> Point:
+    """With what is predicted for its plan today, from blocks timed at the rows of a microbatch."""
+    from advisor.cost import estimate
+    from advisor.inputs.resize import resized
+
+    rows = max(FEWEST_ROWS, point.plan.microbatch_size or GLOBAL_BATCH)
     times = next(of for of in ground.times if of.samples == rows)
     model = facts.model.model_copy(update={"times": (times,)})
-    cost = estimate(point.plan, facts.model_copy(update={"model": model}))
+    cluster = resized(ground.cluster, point.devices)
+    cost = estimate(point.plan, facts.model_copy(update={"model": model, "cluster": cluster}))
     return point.model_copy(
         update={"step_s": cost.step_s, "low_s": cost.step_low_s, "high_s": cost.step_high_s}
     )
