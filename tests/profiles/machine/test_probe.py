@@ -106,11 +106,18 @@ def test_unknown_facts_of_the_machine_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_measuring_gives_rates_that_two_ways_of_counting_agree_on() -> None:
-    cluster = probe(launcher=ALONE, measure=True)
-    device = cluster.device
+def test_measuring_gives_rates_that_were_measured() -> None:
+    device = probe(launcher=ALONE, measure=True).device
     assert device.matmul_fraction.value == 1.0
-    assert device.flop_per_s["float32"].source is Source.MEASURED
+    rates = device.flop_per_s["float32"], device.memory_bandwidth_bytes_per_s, device.launch_s
+    assert {rate.source for rate in rates} == {Source.MEASURED}
+    assert all(rate.value > 0 for rate in rates)
+
+
+@pytest.mark.timed
+@pytest.mark.usefixtures("no_gpu")
+def test_measured_rates_are_those_of_a_processor() -> None:
+    device = probe(launcher=ALONE, measure=True).device
     # Any CPU in use: above a scalar core's 1 GFLOP/s, below 500 GFLOP/s a core.
     assert 1e9 < device.flop_per_s["float32"].value < 500e9 * machine_cores()
     assert 0.2e9 < device.memory_bandwidth_bytes_per_s.value < 2e12
