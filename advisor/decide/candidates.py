@@ -72,8 +72,8 @@ def why_illegal(
         plan = _filled(facts, partial, styles)
     except InputError as error:
         return [Problem(rule="settings", what=error.what, hint=" ".join(error.hints))]
-    whole_because = facts.workload.optimizer.whole_because
-    broken = problems(plan, facts.model, facts.cluster, whole_because=whole_because)
+    indivisible = facts.workload.optimizer.indivisible
+    broken = problems(plan, facts.model, facts.cluster, indivisible=indivisible)
     if not broken and not captured(plan, facts.model):
         broken.append(
             Problem(

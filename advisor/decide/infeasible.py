@@ -32,7 +32,7 @@ from profiles.errors import InputError, NoPlanError
 from profiles.model.profile import Numerics
 from profiles.provenance import Quantity, Source
 from profiles.units import format_bandwidth, format_gib, format_seconds
-from profiles.workload.optimizers import OPTIMIZERS
+from profiles.workload.optimizers import DIVISIBLE, OPTIMIZERS
 
 # Changes shown if nothing fits: enough to choose from, few enough to read.
 _CHANGES_SHOWN = 4
@@ -85,10 +85,10 @@ def _changes(
         changed = _with(facts, workload=facts.workload.model_copy(update={"precision": reduced}))
         change = f"compute in {reduced} (`--precision {reduced}`)"
         yield from _verified(change, changed, tried, partial)
-    if facts.workload.optimizer.whole_because:
+    if facts.workload.optimizer.indivisible != DIVISIBLE:
         workload = facts.workload.model_copy(update={"optimizer": OPTIMIZERS["adamw"]})
         name = facts.workload.optimizer.name
-        words = f"step with AdamW, which can be sharded, in place of {name}"
+        words = f"step with AdamW, which can be split, in place of {name}"
         yield from _verified(words, _with(facts, workload=workload), tried, partial)
     yield from _smaller_states(facts, tried, partial)
     yield from _adapters(facts, tried, partial)

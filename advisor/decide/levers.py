@@ -276,14 +276,14 @@ def _weighed(
 ) -> Iterator[Candidate]:
     """Estimate the plans with the lever's settings that are legal and new."""
     model = costs if facts is costs.facts else CostModel(facts)
-    because = facts.workload.optimizer.whole_because
+    because = facts.workload.optimizer.indivisible
     seen: set[Plan] = set()
     for each in plans:
         plan = _set(each, lever.settings)
         if plan in seen or (lever.is_applied and plan == each) or not captured(plan, facts.model):
             continue
         seen.add(plan)
-        if lever.is_applied and problems(plan, facts.model, facts.cluster, whole_because=because):
+        if lever.is_applied and problems(plan, facts.model, facts.cluster, indivisible=because):
             continue
         yield from weigh([plan], model, decision.policy)
 

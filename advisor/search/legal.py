@@ -335,9 +335,9 @@ class _Builder:
         key = (pp > 1, tp > 1, cp > 1, data.kind, recompute, *divides)
         if key not in self._legal:
             plan = self._representative(pp, tp, cp, data, recompute)
-            whole = self._facts.workload.optimizer.whole_because
+            whole = self._facts.workload.optimizer.indivisible
             model, cluster = self._facts.model, self._facts.cluster
-            violations = problems(plan, model, cluster, whole_because=whole)
+            violations = problems(plan, model, cluster, indivisible=whole)
             self._legal[key] = not violations and captured(plan, model)
         return self._legal[key]
 

@@ -17,8 +17,9 @@ from engines.plan import DataParallel, Plan
 from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import require_same_plan
-from engines.state.optimizer_footprint import sparse_alone, whole_because, why_not_chunked
+from engines.state.optimizer_parts import indivisible, sparse_alone, why_not_chunked
 from profiles.errors import PlanError
+from profiles.workload.optimizers import DIVISIBLE
 
 
 def validate(build: Build) -> None:
@@ -31,9 +32,9 @@ def validate(build: Build) -> None:
 
 def _require_possible(build: Build) -> None:
     plan, world, training = build.plan, build.world, build.training
-    splits_parameters = plan.data_parallel.is_sharded or plan.tp * plan.ep > 1
-    whole = whole_because(training.optimizer) if splits_parameters else ""
-    require_legal(plan, build.profile, build.cluster, whole_because=whole)
+    is_divided = plan.data_parallel.is_sharded or plan.tp * plan.ep * plan.pp > 1
+    reasons = indivisible(training.optimizer) if is_divided else DIVISIBLE
+    require_legal(plan, build.profile, build.cluster, indivisible=reasons)
     if plan.data_parallel is DataParallel.THREADS:
         require_devices(plan.dp_replicate, world, where=f"plan: {plan}")
     if steps_offloaded(plan):

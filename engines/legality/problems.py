@@ -23,26 +23,35 @@ from engines.plan import AXES, Compression, DataParallel, Plan, Precision, Recom
 from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.profile import ModelProfile, Numerics
+from profiles.workload.optimizer_states import DIVISIBLE, Indivisible
 
 Rule = Callable[[Plan, ModelProfile, ClusterProfile], Iterator[Problem]]
 
 
 def problems(
-    plan: Plan, model: ModelProfile, cluster: ClusterProfile, *, whole_because: str = ""
+    plan: Plan,
+    model: ModelProfile,
+    cluster: ClusterProfile,
+    *,
+    indivisible: Indivisible = DIVISIBLE,
 ) -> list[Problem]:
     """Every rule that `plan` breaks, in the order of `RULES`; empty if legal.
 
-    `whole_because`: why the optimizer cannot step shards, as in its profile; empty if it can.
+    `indivisible`: why the optimizer cannot step parts, as in its profile.
     """
     broken = [problem for rule in RULES for problem in rule(plan, model, cluster)]
-    return [*broken, *whole_matrices(plan, whole_because)]
+    return [*broken, *undivided(plan, indivisible)]
 
 
 def require_legal(
-    plan: Plan, model: ModelProfile, cluster: ClusterProfile, *, whole_because: str = ""
+    plan: Plan,
+    model: ModelProfile,
+    cluster: ClusterProfile,
+    *,
+    indivisible: Indivisible = DIVISIBLE,
 ) -> None:
     """Raise a `PlanError` that lists every problem of `plan`."""
-    broken = problems(plan, model, cluster, whole_because=whole_because)
+    broken = problems(plan, model, cluster, indivisible=indivisible)
     if broken:
         raise PlanError(
             broken[0].what,
@@ -249,17 +258,29 @@ def compiled(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterat
         )
 
 
-def whole_matrices(plan: Plan, whole_because: str) -> Iterator[Problem]:
-    """An optimizer steps the parts of a parameter as it would step the whole."""
-    if whole_because and (plan.data_parallel.is_sharded or plan.tp * plan.ep > 1):
+def undivided(plan: Plan, indivisible: Indivisible) -> Iterator[Problem]:
+    """An optimizer steps the parts that ranks have as it would step the whole."""
+    by_element = "or take an optimizer that goes element by element, as AdamW"
+    if indivisible.rows and (plan.data_parallel.is_sharded or plan.tp * plan.ep > 1):
         split = "".join(
             f", {a} is {getattr(plan, a)}" for a in ("tp", "ep") if getattr(plan, a) > 1
         )
         yield Problem(
             rule="optimizer-whole",
-            what=f"{whole_because}; data_parallel is {plan.data_parallel}{split}",
-            hint="replicate (dp_replicate without zero, tp or ep), or take an optimizer that goes"
-            " element by element, as AdamW",
+            what=f"{indivisible.rows}; data_parallel is {plan.data_parallel}{split}",
+            hint=f"replicate (dp_replicate without zero, tp or ep), {by_element}",
+        )
+    elif indivisible.columns and plan.tp > 1:  # shards are rows
+        yield Problem(
+            rule="optimizer-rows",
+            what=f"{indivisible.columns}; tp is {plan.tp}",
+            hint=f"replicate or shard (dp_replicate, dp_shard), {by_element}",
+        )
+    if indivisible.parameters and plan.pp > 1:
+        yield Problem(
+            rule="optimizer-together",
+            what=f"{indivisible.parameters}; pp is {plan.pp}",
+            hint=f"replicate (dp_replicate), {by_element}",
         )
 
 

@@ -22,7 +22,7 @@ def step_in_chunks(
     """Call `own`, the step of `optimizer`, on its parameters chunk by chunk.
 
     For optimizers that step every parameter by its own gradient and states; others are refused
-    when a plan is applied (`engines.state.optimizer_footprint.why_not_chunked`).
+    when a plan is applied (`engines.state.optimizer_parts.why_not_chunked`).
     """
     groups = optimizer.param_groups
     with _hooked_once(optimizer):

@@ -1,7 +1,7 @@
 """States, traffic and temporaries of an optimizer, measured by letting it step.
 
 It steps on fake copies of the model's own parameters, which have shapes and no memory. Where it
-cannot step those, and to see if it can be sharded, it steps on one tiny matrix.
+cannot step those it steps on one tiny matrix.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engines.state.chunked_step import step_in_chunks
-from engines.state.optimizer import OptimizerFactory
-from engines.state.sharded_step import trial_of
+from engines.state.optimizer_parts import Given, indivisible, tiny, trial_with
 from profiles.capture.fakes.tensors import Fakes
 from profiles.capture.operators.table import flop_formulas, launches, moved_bytes
 from profiles.errors import InputError
@@ -32,18 +30,10 @@ from profiles.torch_compat import (
     tensors_written,
 )
 from profiles.torch_compat.fakes import fake_tensors
-from profiles.units import format_percent
 from profiles.workload.optimizers import OPTIMIZERS, OptimizerProfile, UnitUpkeep
 
 log = logging.getLogger(__name__)
 
-Given = torch.optim.Optimizer | OptimizerFactory
-
-# Two-dimensional, as most weights are, and large enough that half of it is treated like them: 8-bit
-# optimizers treat tensors under 4,096 elements differently.
-_SHAPE = (128, 64)
-# Largest difference between a step on a matrix and on its halves that is rounding.
-_ROUNDING = 1e-5
 # Code that reads an unknown number gets this one: neither 0 nor 1, which steps divide by or take
 # for a first step.
 _NUMBER = 0.5
@@ -77,123 +67,9 @@ def optimizer_footprint(
     return _of_tiny(given)
 
 
-def sparse_alone(given: Given | None) -> str:
-    """The reason why dense gradients cannot be stepped; empty where they can, or where the
-    optimizer cannot be made for a trial."""
-    if given is None:
-        return ""
-    try:
-        optimizer = _tiny(given)[0]
-    except Exception:  # whatever a user's class raises: it is not refused for that
-        return ""
-    if not isinstance(optimizer, torch.optim.SparseAdam):
-        return ""
-    return f"{type(optimizer).__name__} steps sparse gradients alone, this plan sends dense ones"
-
-
-def whole_because(given: Given | None) -> str:
-    """The reason why shards cannot be stepped alone: half of a matrix gets another update, or none.
-
-    Empty where it is the same, or where the optimizer cannot be tried.
-    """
-    if given is None:
-        return ""
-    because = sparse_alone(given)
-    if because:
-        return because
-    try:
-        (name, whole), (_, upper), (_, lower) = _updates(given)
-    except Exception:  # whatever a user's class raises: it is not refused for that
-        return ""
-    scale = whole.abs().max().item()
-    difference = (whole - torch.cat([upper, lower])).abs().max().item() / scale if scale else 0.0
-    if difference <= _ROUNDING:
-        return ""
-    return (
-        f"{name} looks at a whole matrix at a time: stepped in two halves, its update differs by"
-        f" {format_percent(difference)}"
-    )
-
-
-def why_not_chunked(given: Given | None) -> str:
-    """The reason why parameters cannot be stepped one by one: their updates would differ, or the
-    optimizer's states of all of them.
-
-    Empty where it is the same, or where the optimizer cannot be tried.
-    """
-    if given is None:
-        return ""
-    try:
-        name, joint = _stepped(given, chunked=False)
-        _, chunked = _stepped(given, chunked=True)
-    except Exception:  # whatever a user's class raises: it is not refused for that
-        return ""
-    scale = joint.abs().max().item()
-    difference = (joint - chunked).abs().max().item() / scale if scale else 0.0
-    if difference <= _ROUNDING:
-        return ""
-    return (
-        f"{name} looks at all parameters at a time: stepped one after the other, they differ by"
-        f" {format_percent(difference)}"
-    )
-
-
-def _stepped(given: Given, *, chunked: bool) -> tuple[str, Tensor]:
-    """Two matrices after three steps, the second one with gradients ten times as large."""
-    generator = torch.Generator().manual_seed(0)
-    matrices = [nn.Parameter(torch.zeros(_SHAPE)) for _ in range(2)]
-    optimizer = _trial(given, matrices)
-    for _ in range(3):
-        for scale, matrix in zip((1.0, 10.0), matrices, strict=True):
-            matrix.grad = scale * torch.randn(_SHAPE, generator=generator)
-        if chunked:
-            step_in_chunks(optimizer, optimizer.step, chunk_bytes=0)
-        else:
-            optimizer.step()
-    return type(optimizer).__name__, torch.cat([matrix.detach() for matrix in matrices])
-
-
-def _updates(given: Given) -> Iterator[tuple[str, Tensor]]:
-    """The results of two steps from zeros: of a matrix, and of its upper and lower half, in the
-    group of the matrix: a factory may sort by sizes, which halves have not (`parameter_groups`)."""
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(2)]
-    half = _SHAPE[0] // 2
-    settings: dict[str, Any] = {}
-    for rows in (slice(None), slice(0, half), slice(half, None)):
-        optimizer, matrix = _tiny(given, rows=gradients[0][rows].shape[0])
-        for group in optimizer.param_groups:
-            if any(p is matrix for p in group["params"]):
-                settings = settings or {k: v for k, v in group.items() if k != "params"}
-                group.update(settings)
-        for gradient in gradients:
-            matrix.grad = gradient[rows].clone()
-            optimizer.step()
-        yield type(optimizer).__name__, matrix.detach()
-
-
-def _tiny(given: Given, *, rows: int = _SHAPE[0]) -> tuple[torch.optim.Optimizer, nn.Parameter]:
-    """An optimizer of tiny parameters, and the matrix among them.
-
-    A factory may need parameters of all kinds, as matrices for Muon and the rest for AdamW, or
-    matrices alone.
-    """
-    matrix, *others = (
-        nn.Parameter(torch.zeros(shape)) for shape in ((rows, _SHAPE[1]), _SHAPE, _SHAPE[1:])
-    )
-    for parameter in (matrix, *others):
-        parameter.grad = torch.ones_like(parameter)
-    if isinstance(given, torch.optim.Optimizer):
-        return _trial(given, [matrix]), matrix
-    try:
-        return given([matrix, *others]), matrix
-    except Exception:  # a factory is the user's code; what it raises for a matrix too is shown
-        return given([matrix]), matrix
-
-
 def _of_tiny(given: Given) -> OptimizerProfile:
     """Two real steps on a matrix of some thousand elements; the first makes the states."""
-    optimizer, matrix = _tiny(given)
+    optimizer, matrix = tiny(given)
     own = _parameters_of(optimizer)
     _require_used(any(p is matrix for p in own))
     name = type(optimizer).__name__
@@ -208,8 +84,7 @@ def _of_tiny(given: Given) -> OptimizerProfile:
             hints=["an optimizer that needs a closure does not fit `train_step`"],
         ) from None
     except RuntimeError:  # sparse gradients only, say: its states count as Adam's
-        update = {"name": name, "whole_because": whole_because(given)}
-        return OPTIMIZERS["adam"].model_copy(update=update)
+        return OPTIMIZERS["adam"].model_copy(update={"name": name, **_because(given)})
     stored = sum(state.nbytes for state in _states(optimizer, matrix) if state.dim() > 0)
     copies = work.peak_bytes / matrix.nbytes
     return OptimizerProfile(
@@ -218,8 +93,18 @@ def _of_tiny(given: Given) -> OptimizerProfile:
         moved_bytes_per_element=work.moved_bytes / sum(p.numel() for p in own),
         loop_copies=copies,
         list_copies=max(1.0, copies),
-        whole_because=whole_because(given),
+        **_because(given),
     )
+
+
+def _because(given: Given) -> dict[str, str]:
+    """Fields of a profile."""
+    reasons = indivisible(given)
+    return {
+        "whole_because": reasons.rows,
+        "columns_because": reasons.columns,
+        "together_because": reasons.parameters,
+    }
 
 
 def _require_used(is_used: bool) -> None:
@@ -241,7 +126,7 @@ def _of_model(
         raise
     except Exception:  # whatever a user's step does with tensors that have no values
         return None
-    return profile.model_copy(update={"whole_because": whole_because(given)})
+    return profile.model_copy(update=_because(given))
 
 
 def _step_on_fakes(
@@ -256,7 +141,7 @@ def _step_on_fakes(
             fake.grad = torch.empty_like(fake)
             owners[id(fake)] = _owner(path, units)
             fakes_of[parameter] = fake
-    optimizer = _trial(given, list(fakes_of.values()), fakes_of)
+    optimizer = trial_with(given, list(fakes_of.values()), fakes_of)
     own = [p for p in _parameters_of(optimizer) if id(p) in owners]
     _require_used(bool(own))
     if device_kind != "cpu":
@@ -372,26 +257,6 @@ class _Work(TorchDispatchMode):
             self._live_bytes -= size_bytes
 
         return release
-
-
-def _trial(
-    given: Given,
-    parameters: list[nn.Parameter],
-    fakes_of: Mapping[nn.Parameter, nn.Parameter] | None = None,
-) -> torch.optim.Optimizer:
-    """A second optimizer of the same settings with `parameters` only.
-
-    With `fakes_of` every group gets those of its own parameters, else the first group gets all.
-    """
-    if not isinstance(given, torch.optim.Optimizer):
-        return given(parameters)
-    trial = trial_of(given, parameters)
-    if fakes_of is not None:
-        trial.param_groups = [
-            {**group, "params": [fakes_of[p] for p in group["params"] if p in fakes_of]}
-            for group in given.param_groups
-        ]
-    return trial
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -49,6 +49,23 @@ class UnitUpkeep(Record):
         )
 
 
+class Indivisible(Record):
+    """Reasons why a step on parts is not the step on the whole; empty where it is.
+
+    Attributes:
+        rows: parts are some rows of a matrix, as in shards.
+        columns: some of its columns, as in layers that are split along their inputs.
+        parameters: some parameters of the model, as in stages.
+    """
+
+    rows: str = ""
+    columns: str = ""
+    parameters: str = ""
+
+
+DIVISIBLE = Indivisible()
+
+
 class OptimizerProfile(Record):
     """States and traffic of an optimizer.
 
@@ -67,7 +84,7 @@ class OptimizerProfile(Record):
             there is no such step, or not by default.
         units: measured, by unit; they take precedence over the law.
         working_bytes: measured temporaries of a step over all parameters, likewise.
-        whole_because: why the step on shards is not the step on whole matrices; empty if it is.
+        whole_because, columns_because, together_because: as in `Indivisible`.
     """
 
     name: str
@@ -80,6 +97,17 @@ class OptimizerProfile(Record):
     units: dict[str, UnitUpkeep] | None = None
     working_bytes: NonNegativeFloat | None = None
     whole_because: str = ""
+    columns_because: str = ""
+    together_because: str = ""
+
+    @property
+    def indivisible(self) -> Indivisible:
+        """Return why it cannot step parts of a model."""
+        return Indivisible(
+            rows=self.whole_because,
+            columns=self.columns_because,
+            parameters=self.together_because,
+        )
 
     @property
     def is_elementwise(self) -> bool:

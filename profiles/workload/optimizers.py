@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from profiles.errors import InputError, UnknownNameError
 from profiles.model.profile import ParameterShape, UnitProfile
 from profiles.workload.new_memory import mapped
+from profiles.workload.optimizer_states import DIVISIBLE as DIVISIBLE
 from profiles.workload.optimizer_states import FP32_BYTES, TensorStep, plain_step, step_of
+from profiles.workload.optimizer_states import Indivisible as Indivisible
 from profiles.workload.optimizer_states import Law as Law
 from profiles.workload.optimizer_states import OptimizerProfile as OptimizerProfile
 from profiles.workload.optimizer_states import UnitUpkeep as UnitUpkeep

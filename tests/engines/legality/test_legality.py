@@ -10,6 +10,7 @@ from profiles.errors import PlanError
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.profile import ModelProfile, Numerics, UnitCost, UnitProfile
 from profiles.provenance import Quantity, Source
+from profiles.workload.optimizers import Indivisible
 from tests.engines.cases import cpu_ranks
 
 
@@ -235,6 +236,8 @@ def test_shard_groups_of_shared_sequences_reach_over_the_cp_axis_too() -> None:
 
 def test_an_optimizer_of_whole_matrices_cannot_step_split_layers() -> None:
     plan = Plan.parse("tp=2 tensor_styles=b.*:column")
-    (problem,) = problems(plan, model(), cpu_ranks(2), whole_because="Muon needs whole matrices")
+    (problem,) = problems(
+        plan, model(), cpu_ranks(2), indivisible=Indivisible(rows="Muon needs whole matrices")
+    )
     assert problem.rule == "optimizer-whole"
     assert "tp is 2" in problem.what

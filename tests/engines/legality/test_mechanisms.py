@@ -9,6 +9,7 @@ from engines.plan import Plan
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.layers import LayerCost, LayerKind
 from profiles.model.profile import LOSS, ModelProfile, Numerics, UnitCost, UnitProfile
+from profiles.workload.optimizers import Indivisible
 from tests.engines.cases import cpu_ranks
 from tests.engines.legality.test_legality import gpus, model, unit
 
@@ -155,8 +156,27 @@ def test_chunks_of_a_loss_need_a_linear_head_whose_logits_nothing_else_takes(
 def test_an_optimizer_of_whole_matrices_steps_no_part_of_one(plan: str, split: str | None) -> None:
     blocks = [unit(f"b.{n}").model_copy(update={"experts": (8,)}) for n in range(2)]
     because = "Muon needs whole matrices"
-    broken = problems(Plan.parse(plan), model(*blocks), cpu_ranks(2), whole_because=because)
+    reasons = Indivisible(rows=because)
+    broken = problems(Plan.parse(plan), model(*blocks), cpu_ranks(2), indivisible=reasons)
     assert [problem.what for problem in broken] == ([f"{because}; {split}"] if split else [])
+
+
+@pytest.mark.parametrize(
+    ("plan", "whats"),
+    [
+        ("dp_replicate=2", []),
+        ("dp_shard=2", []),
+        ("tp=2 tensor_styles=b.*:column", ["it looks at rows; tp is 2"]),
+        ("pp=2 schedule=gpipe microbatches=2 stages=b.1", ["it looks at all; pp is 2"]),
+    ],
+)
+def test_an_optimizer_of_rows_steps_shards_and_one_of_all_parameters_no_stage(
+    plan: str, whats: list[str]
+) -> None:
+    blocks = model(*(unit(f"b.{n}") for n in range(2)))
+    reasons = Indivisible(columns="it looks at rows", parameters="it looks at all")
+    broken = problems(Plan.parse(plan), blocks, cpu_ranks(2), indivisible=reasons)
+    assert [each.what for each in broken if each.rule.startswith("optimizer")] == whats
 
 
 @pytest.mark.parametrize(

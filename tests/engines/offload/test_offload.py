@@ -16,7 +16,7 @@ from engines.offload.activations import offload_activations
 from engines.offload.pool import OffloadPool
 from engines.offload.states import OffloadedStates
 from engines.plan import Plan
-from engines.state.optimizer_footprint import why_not_chunked
+from engines.state.optimizer_parts import why_not_chunked
 from profiles.capture.capture import capture
 from profiles.errors import InputError, PlanError
 from profiles.model.profile import ModelProfile

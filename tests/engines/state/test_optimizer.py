@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from engines.apply import apply_plan
 from engines.data.dense_gradients import require_dense
 from engines.plan import Plan
-from engines.state.optimizer_footprint import sparse_alone
+from engines.state.optimizer_parts import sparse_alone
 from profiles.errors import InputError, PlanError
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import CASES, Case, cpu_ranks, profile_of

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.state.optimizer_footprint import optimizer_footprint, whole_because
+from engines.state.optimizer_footprint import optimizer_footprint
+from engines.state.optimizer_parts import indivisible
 from profiles.capture.capture import capture
 from profiles.errors import InputError
 from profiles.model.profile import GLUE
@@ -115,6 +116,50 @@ class Normalised(torch.optim.Optimizer):
                 parameter -= parameter.grad / parameter.grad.abs().max().item()
 
 
+class Centred(torch.optim.SGD):
+    """A user's own: the mean of every row of a gradient is taken from it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() > 1:
+                    parameter.grad -= parameter.grad.mean(dim=1, keepdim=True)
+        super().step()
+
+
+class OneNorm(torch.optim.SGD):
+    """A user's own: every matrix by itself, and a rate by the largest gradient of all matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"]]
+        largest = max(p.grad.abs().max() for p in every)
+        for parameter in every:
+            parameter.grad /= largest
+        super().step()
+
+
+class Counted(torch.optim.SGD):
+    """A user's own, with a number of its steps."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        super().step()
+
+
+def by_place(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Rates by the place among the parameters, of which a stage has others."""
+    groups = [{"params": [p], "lr": 0.1 / (1 + place)} for place, p in enumerate(parameters)]
+    return torch.optim.SGD(groups)
+
+
 def by_size(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Rates by the number of elements, of which a half has others."""
     return torch.optim.SGD([{"params": [p], "lr": p.numel() / 1000} for p in parameters])
@@ -137,8 +182,29 @@ def by_size(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def test_optimizers_that_cannot_step_half_a_matrix_are_found_by_a_trial(
     factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer], is_whole: bool
 ) -> None:
-    assert bool(whole_because(factory)) is is_whole
+    assert bool(indivisible(factory).rows) is is_whole
     assert bool(optimizer_footprint(factory).whole_because) is is_whole
+
+
+@pytest.mark.parametrize(
+    ("factory", "reasons"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), []),
+        (lambda p: torch.optim.AdamW(p), []),
+        (lambda p: torch.optim.Adafactor(p), ["rows", "columns"]),
+        (lambda p: Centred(p, lr=0.1), ["columns"]),
+        (lambda p: OneNorm(p, lr=0.1), ["rows", "columns", "parameters"]),
+        (Counted, []),
+        (by_size, []),
+        (by_place, []),
+    ],
+)
+def test_optimizers_that_look_at_whole_rows_or_at_all_parameters_are_found_by_a_trial(
+    factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer], reasons: list[str]
+) -> None:
+    actual = indivisible(factory)
+    assert optimizer_footprint(factory).indivisible == actual
+    assert [name for name, reason in actual if reason] == reasons
 
 
 def test_a_schedulers_optimizer_is_tried_and_does_not_step() -> None:
