@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.data.batch_variants import ComparedNumbers, Variant, ran_variants, with_rows
+from engines.data.drawn_alike import DrawnAlike
 from engines.data.loss_rule import (
     TOLERANCE,
     CutBatch,
@@ -62,8 +63,8 @@ def seen_on(
     said: LossWeight | None,
 ) -> LossParts:
     """The rule that the sample follows, and batches like it; that of `said`, the profile's targets
-    or rows where nothing can be seen: too large a model, one row, random numbers, 16-bit
-    parameters, a sample without values.
+    or rows where nothing can be seen: too large a model, one row, random numbers of a kind that
+    `DrawnAlike` does not know, 16-bit parameters, a sample without values.
     """
     unseen = LossParts(terms=profile.loss_terms)
     batch = few_rows(model, sample, profile)
@@ -72,8 +73,8 @@ def seen_on(
     dims = profile.batch_dims or None
     rows = batch_size(batch, dims)
     try:
-        seen = _run(model, batch, loss_fn, times=2)
-        seen = seen or _run(model, batch, loss_fn, is_training=False)
+        runs = (_run(model, batch, loss_fn, how=how, times=how.times) for how in _WAYS)
+        seen = next(filter(None, runs), None)
     except Exception as error:  # of the user's code: not on a CPU, or no loss in eval mode
         every = batch_size(sample, dims)
         if rows < every and _runs(model, sample, loss_fn):
@@ -106,7 +107,7 @@ def seen_on(
             return None
         try:
             with warnings.catch_warnings(action="ignore"):
-                whole = _run(model, variant.batch, loss_fn, is_training=seen.is_training)
+                whole = _run(model, variant.batch, loss_fn, how=seen.how)
                 if whole is None or not isfinite(whole.loss):
                     return None
                 cut = _cut(model, variant.batch, cuts[0].rows, loss_fn, dims, whole, {})
@@ -117,7 +118,8 @@ def seen_on(
     first = TriedBatch(seen.loss, cuts, seen.terms)
     of_parts = f"of {' and '.join(map(str, cuts[0].rows))} of {rows} rows"
     if said is not None:
-        doubt = "" if first.fits(said) else first.said(of_parts)
+        is_known = first.fits(said) or seen.how.is_drawn_alike
+        doubt = "" if is_known else first.said(of_parts)
         return LossParts(
             doubt=doubt, state_of_rows=state_of_rows, parameter_of_rows=parameter_of_rows
         )
@@ -132,6 +134,8 @@ def seen_on(
         if rule is None or not rule.unless:
             break
     rule = rule or LossParts(doubt=first.said(of_parts))
+    if seen.how.is_drawn_alike and (rule.doubt or rule.unless):
+        return unseen  # rows may differ by what they draw alone
     known: dict[str, object] = {
         "state": _state(seen),
         "state_of_rows": state_of_rows,
@@ -140,15 +144,29 @@ def seen_on(
     if known["state"]:
         units = {call.unit for call in profile.flow.calls} - {GLUE, LOSS}
         watch = StateBetween(model, units)
-        _run(model, batch, loss_fn, is_training=seen.is_training, around=watch.watching)
+        _run(model, batch, loss_fn, how=seen.how, around=watch.watching)
         known["state_between"] = watch.changed
     return rule.model_copy(update=known)
 
 
 @dataclass(frozen=True, slots=True)
+class _How:
+    """A way to run a copy: in training mode, with random numbers that all rows share, and so many
+    times."""
+
+    is_training: bool
+    is_drawn_alike: bool
+    times: int = 1
+
+
+# The first in which no random numbers are drawn, as a dropout's are not in an evaluation.
+_WAYS = (_How(True, False, times=2), _How(False, False), _How(True, True, times=2))
+
+
+@dataclass(frozen=True, slots=True)
 class _Seen:
     """A run: its loss, the targets that its cross-entropies took, the numbers that tensors were
-    compared with, and the mode; `again`: the loss of the last run over the same rows, and
+    compared with, and how it ran; `again`: the loss of the last run over the same rows, and
     `changed`: buffers, attributes and parameters that the first one changed, as it left them."""
 
     loss: float
@@ -156,7 +174,7 @@ class _Seen:
     changed: Mapping[str, Tensor]
     terms: LossTerms | None
     compared: tuple[int, ...]
-    is_training: bool
+    how: _How
 
 
 def _state(seen: _Seen) -> str:
@@ -191,7 +209,7 @@ def _cut(
     """The losses of parts of the batch; None where random numbers are drawn. `by_rows` gets the
     buffers and attributes that a part leaves otherwise than the whole does."""
     pieces = split_rows(batch, sizes, dims)
-    parts = [_run(model, piece, loss_fn, is_training=seen.is_training) for piece in pieces]
+    parts = [_run(model, piece, loss_fn, how=seen.how) for piece in pieces]
     ran = [part for part in parts if part is not None]
     for part in ran:
         for name in seen.changed.keys() | part.changed.keys():
@@ -242,7 +260,7 @@ def _run(
     batch: Batch,
     loss_fn: LossFn | None,
     *,
-    is_training: bool = True,
+    how: _How = _WAYS[0],
     times: int = 1,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> _Seen | None:
@@ -253,7 +271,7 @@ def _run(
     runs = [model] if loss_fn is None else [model, loss_fn]
     with torch.inference_mode(False), torch.enable_grad(), stand_ins(runs, copies=True) as fakes:
         for module in model.modules():
-            module.training &= is_training and not is_batch_norm(module)
+            module.training &= how.is_training and not is_batch_norm(module)
         fill_zeros(model)
         given = map_batch(fakes.of, batch)
         drawn_from = generators_of(runs)
@@ -262,7 +280,8 @@ def _run(
         versions = {name: version_of(p) for name, p in model.named_parameters()}
         losses: list[float] = []
         changed: dict[str, Tensor] = {}
-        with LossWatch(given) as watch, ComparedNumbers() as compared:
+        alike = DrawnAlike() if how.is_drawn_alike else nullcontext()
+        with LossWatch(given) as watch, ComparedNumbers() as compared, alike:
             for _ in range(times):
                 with around():
                     output = call_model(model, given, has_target=loss_fn is not None)
@@ -275,7 +294,7 @@ def _run(
                     }
         if before != random_state(drawn_from):
             return None
-        return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, is_training)
+        return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, how)
 
 
 def _state_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -267,6 +267,26 @@ def test_nothing_is_said_of_what_cannot_be_seen() -> None:
     assert seen_on(low, sample, negatives_of_the_batch, profile=profile, said=None) == nothing
 
 
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x + 0.1 * torch.randn_like(x),
+    "uniform": lambda x: x * torch.rand(x.shape[:1])[:, None, None],
+    "in place": lambda x: x + torch.empty_like(x).normal_(1.0, 0.1),
+    "of tensors": lambda x: torch.distributions.Normal(x, 0.1).rsample(),
+    "of a step": lambda x: x * torch.randint(1, 5, (len(x),))[:, None, None],
+    "dropout": lambda x: F.dropout(x, 0.2, training=True),
+    "gumbel": lambda x: F.gumbel_softmax(x, dim=-1),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_numbers_that_are_drawn_in_an_evaluation_too_hide_no_rule(
+    draw: Callable[[Tensor], Tensor],
+) -> None:
+    rule = seen(lambda logits, target: over_a_mask(draw(logits), target))
+    assert rule == seen(over_a_mask)
+    assert rule != LossParts()
+
+
 class Bags(nn.Module):
     """Values of all rows in one tensor, and where each row begins."""
 
