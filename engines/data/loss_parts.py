@@ -273,6 +273,7 @@ def _run(
         for module in model.modules():
             module.training &= how.is_training and not is_batch_norm(module)
         fill_zeros(model)
+        _set_copies_apart(model)
         given = map_batch(fakes.of, batch)
         drawn_from = generators_of(runs)
         before = random_state(drawn_from)
@@ -323,6 +324,18 @@ def fill_zeros(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.ndim > 1 and parameter.is_floating_point() and not parameter.any():
                 parameter.normal_(std=0.02, generator=generator)
+
+
+def _set_copies_apart(model: nn.Module) -> None:
+    """Give frozen parameters that begin as copies of others, as a teacher's, other numbers: a
+    forward that brings them nearer would not show."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    with torch.no_grad():
+        for number, copy in enumerate(parameters):
+            others = (p for n, p in enumerate(parameters) if n != number and p.shape == copy.shape)
+            if not copy.requires_grad and any(torch.equal(copy, p) for p in others):
+                copy.mul_(1 + 0.1 * torch.randn(copy.shape, generator=generator))
 
 
 def random_state(drawn_from: Sequence[ObjectState]) -> tuple[object, ...]:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.data.loss_parts import seen_on
 from profiles.capture.capture import capture
@@ -115,6 +117,32 @@ def test_what_a_forward_changes_for_the_next_one_is_seen() -> None:
     assert f"the loss of the sample is {first:.6g}, and {second:.6g} when" in state
     assert "it changes `seen`" in state
     assert not seen(over_a_mask).state
+
+
+class Taught(nn.Module):
+    """A student, and a frozen teacher that begins as its copy and follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Tagger()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+            for own, other in pairs:
+                own.lerp_(other, 0.1)
+        out: Tensor = self.student(x) + self.teacher(x)
+        return out
+
+
+def test_a_copy_that_follows_what_it_still_equals_is_seen() -> None:
+    torch.manual_seed(0)
+    model, sample = Taught(), batch(ROWS)
+    profile = capture(model, sample, loss_fn=over_a_mask)
+    rule = seen_on(model, sample, over_a_mask, profile=profile, said=None)
+    assert "it changes `teacher." in rule.state
+    assert not rule.doubt
 
 
 @pytest.mark.dist
