@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engines.state.optimizer_parts import Given, indivisible, tiny, trial_with
 from profiles.capture.fakes.tensors import Fakes
+from profiles.capture.frames import summary
 from profiles.capture.operators.table import flop_formulas, launches, moved_bytes
 from profiles.errors import InputError
 from profiles.model.profile import GLUE
@@ -78,13 +79,13 @@ def _of_tiny(given: Given) -> OptimizerProfile:
         states = [state for p in own for state in _states(optimizer, p)]
         with _Work([*own, *(p.grad for p in own), *states]) as work:
             optimizer.step()
-    except TypeError as error:
-        raise InputError(
-            f"{name} cannot step without a closure: {error}",
-            hints=["an optimizer that needs a closure does not fit `train_step`"],
-        ) from None
     except RuntimeError:  # sparse gradients only, say: its states count as Adam's
         return OPTIMIZERS["adam"].model_copy(update={"name": name, **_because(given)})
+    except Exception as error:  # whatever a user's class raises
+        raise InputError(
+            f"{name} cannot step without a closure: {summary(error)}",
+            hints=["an optimizer that needs a closure does not fit `train_step`"],
+        ) from None
     stored = sum(state.nbytes for state in _states(optimizer, matrix) if state.dim() > 0)
     copies = work.peak_bytes / matrix.nbytes
     return OptimizerProfile(

@@ -102,6 +102,21 @@ def test_a_factory_that_ignores_its_parameters_is_refused() -> None:
         optimizer_footprint(lambda params: torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+class TwoSteps(torch.optim.SGD):
+    """A user's own: it runs forward and backward twice, by a closure."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None
+
+
+@pytest.mark.parametrize("kind", [TwoSteps, torch.optim.LBFGS])
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name(
+    kind: type[torch.optim.Optimizer],
+) -> None:
+    with pytest.raises(InputError, match=f"{kind.__name__} cannot step without a closure"):
+        optimizer_footprint(lambda params: kind(params, lr=0.1), nn.Linear(3, 3))
+
+
 class Normalised(torch.optim.Optimizer):
     """A user's own: every gradient is divided by its largest element."""
 
