@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from engines.data.loss_rule import (
     is_close,
     possible_terms,
     rule_of,
+    weight_of,
 )
 from engines.data.state_between import StateBetween
 from profiles.capture.batch.call import Batch, LossFn, call_model, loss_of
@@ -46,10 +47,13 @@ from profiles.machine.host import machine_memory_bytes
 from profiles.model.flow import GLUE, LOSS
 from profiles.model.profile import LossTerms, ModelProfile
 from profiles.torch_compat import is_batch_norm, version_of
+from profiles.units import format_percent
 
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 8
+SLOPE_TOLERANCE = 1e-2
+"""Of gradients: kernels round by the number of rows, and at a kink that turns into another one."""
 MOST_FLOP = 2e11  # of forward and backward over them: some seconds of a processor
 MOST_OF_MEMORY = 1 / 8  # of the machine's, for a copy of the model
 
@@ -136,6 +140,9 @@ def seen_on(
     rule = rule or LossParts(doubt=first.said(of_parts))
     if seen.how.is_drawn_alike and (rule.doubt or rule.unless):
         return unseen  # rows may differ by what they draw alone
+    if not rule.doubt:
+        doubt = _doubt_of_slopes(model, batch, loss_fn, first, rule, seen.how)
+        rule = rule.model_copy(update={"doubt": doubt})
     known: dict[str, object] = {
         "state": _state(seen),
         "state_of_rows": state_of_rows,
@@ -175,6 +182,44 @@ class _Seen:
     terms: LossTerms | None
     compared: tuple[int, ...]
     how: _How
+    slopes: Sequence[Tensor] = ()
+
+
+def _doubt_of_slopes(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None,
+    whole: TriedBatch,
+    rule: LossParts,
+    how: _How,
+) -> str:
+    """The reason why gradients of parts make up that of the whole by no rule that losses follow:
+    one is divided by itself, detached, say. Empty where they do, or cannot be compared."""
+    cut, weight = whole.cuts[0], weight_of(rule.terms)
+    counts = [1.0 for _ in cut.rows] if rule.is_sum else cut.counts(weight)
+    total = 1.0 if rule.is_sum else sum(counts)
+    try:
+        slopes, *of_parts = (
+            seen.slopes
+            for part in (batch, *cut.pieces)
+            if (seen := _run(model, part, loss_fn, how=how, has_slopes=True)) is not None
+        )
+    except Exception:  # of the user's code: no gradient, or none on a CPU
+        return ""
+    size = error = 0.0
+    for slope, *parts in zip(slopes, *of_parts, strict=True):
+        terms = [part * (count / total) for part, count in zip(parts, counts, strict=True)]
+        error += float((slope - sum(terms)).abs().square().sum())
+        size += sum(float(term.abs().square().sum()) for term in terms)
+    difference = sqrt(error / size) if size else 0.0
+    if not difference > SLOPE_TOLERANCE:
+        return ""
+    words = " and ".join(map(str, cut.rows))
+    return (
+        f"the losses of {words} rows of the sample make up that of all of them, their gradients do"
+        f" not: they differ by {format_percent(difference)}, as where a factor of all rows is"
+        " detached"
+    )
 
 
 def _state(seen: _Seen) -> str:
@@ -262,6 +307,7 @@ def _run(
     *,
     how: _How = _WAYS[0],
     times: int = 1,
+    has_slopes: bool = False,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> _Seen | None:
     """The loss of copies on the CPU; None where random numbers are drawn.
@@ -286,7 +332,8 @@ def _run(
             for _ in range(times):
                 with around():
                     output = call_model(model, given, has_target=loss_fn is not None)
-                losses.append(float(loss_of(output, given, loss_fn).detach()))
+                loss = loss_of(output, given, loss_fn)
+                losses.append(float(loss.detach()))
                 if len(losses) == 1:
                     changed = _changed(model, before_it) | {
                         name: parameter.detach().clone()
@@ -295,7 +342,15 @@ def _run(
                     }
         if before != random_state(drawn_from):
             return None
-        return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, how)
+        slopes = _slopes(model, loss) if has_slopes else ()
+        return _Seen(losses[0], losses[-1], changed, watch.terms, compared.numbers, how, slopes)
+
+
+def _slopes(model: nn.Module, loss: Tensor) -> Sequence[Tensor]:
+    """Gradients of what learns, dense ones, zeros where the loss does not depend on it."""
+    learns = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    slopes = torch.autograd.grad(loss, learns, allow_unused=True, materialize_grads=True)
+    return [slope.to_dense() if slope.is_sparse else slope for slope in slopes]
 
 
 def _state_tensors(model: nn.Module) -> dict[str, Tensor]:
