@@ -33,7 +33,7 @@ def validate(build: Build) -> None:
 def _require_possible(build: Build) -> None:
     plan, world, training = build.plan, build.world, build.training
     is_divided = plan.data_parallel.is_sharded or plan.tp * plan.ep * plan.pp > 1
-    reasons = indivisible(training.optimizer) if is_divided else DIVISIBLE
+    reasons = indivisible(training.optimizer, build.model) if is_divided else DIVISIBLE
     require_legal(plan, build.profile, build.cluster, indivisible=reasons)
     if plan.data_parallel is DataParallel.THREADS:
         require_devices(plan.dp_replicate, world, where=f"plan: {plan}")

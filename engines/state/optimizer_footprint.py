@@ -98,9 +98,9 @@ def _of_tiny(given: Given) -> OptimizerProfile:
     )
 
 
-def _because(given: Given) -> dict[str, str]:
+def _because(given: Given, model: nn.Module | None = None) -> dict[str, str]:
     """Fields of a profile."""
-    reasons = indivisible(given)
+    reasons = indivisible(given, model)
     return {
         "whole_because": reasons.rows,
         "columns_because": reasons.columns,
@@ -127,7 +127,7 @@ def _of_model(
         raise
     except Exception:  # whatever a user's step does with tensors that have no values
         return None
-    return profile.model_copy(update=_because(given))
+    return profile.model_copy(update=_because(given, model))
 
 
 def _step_on_fakes(

@@ -5,7 +5,8 @@ Ranks may have some rows of a matrix, some of its columns, or some parameters of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,43 +41,77 @@ def sparse_alone(given: Given | None) -> str:
     return f"{type(optimizer).__name__} steps sparse gradients alone, this plan sends dense ones"
 
 
-def indivisible(given: Given | None) -> Indivisible:
+def indivisible(given: Given | None, model: nn.Module | None = None) -> Indivisible:
     """The reasons why parts cannot be stepped alone: they get another update, or none.
 
     Empty where it is the same, or where the optimizer cannot be tried.
+
+    Args:
+        model: its parameters show the groups that a factory makes; each is tried.
     """
     if given is None:
         return DIVISIBLE
+    groups = _kinds_of_groups(given, model)
     return Indivisible(
         rows=sparse_alone(given)
         or _why_apart(
-            lambda: _by_halves(given, dim=0, steps=2),
+            lambda settings: _by_halves(given, settings, dim=0, steps=2),
+            groups,
             "a whole matrix at a time: stepped in two halves, its update differs",
         ),
         # One step of values that are not zero: those that keep states in 8 bits round from the
         # second on, which is no look at a row.
         columns=_why_apart(
-            lambda: _by_halves(given, dim=1, steps=1),
+            lambda settings: _by_halves(given, settings, dim=1, steps=1),
+            groups,
             "whole rows of a matrix: stepped with half of its columns, its update differs",
         ),
         parameters=_why_apart(
-            lambda: _one_by_one(given),
+            lambda settings: _one_by_one(given, settings),
+            groups,
             "all parameters at a time: stepped without the others, their updates differ",
         ),
     )
 
 
-def _why_apart(run: Callable[[], tuple[str, Tensor, Tensor]], looks_at: str) -> str:
-    """The reason, where an optimizer's update of a whole is not that of its parts."""
-    try:
-        name, whole, parts = run()
-    except Exception:  # whatever a user's class raises: it is not refused for that
-        return ""
-    scale = whole.abs().max().item()
-    difference = (whole - parts).abs().max().item() / scale if scale else 0.0
-    if difference <= _ROUNDING:
-        return ""
-    return f"{name} looks at {looks_at} by {format_percent(difference)}"
+def _kinds_of_groups(given: Given, model: nn.Module | None) -> list[dict[str, Any]]:
+    """Settings of groups that differ by more than numbers, as of those that Muon steps and the
+    rest; one without settings where groups are not known."""
+    optimizer: torch.optim.Optimizer | None = None
+    if isinstance(given, torch.optim.Optimizer):
+        optimizer = given
+    elif model is not None:
+        shapes = [
+            nn.Parameter(torch.empty_like(parameter, device="meta"))
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        with contextlib.suppress(Exception):  # of the user's code, which may want values
+            optimizer = given(shapes)
+    kinds: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups if optimizer is not None else ():
+        settings = {name: value for name, value in group.items() if name != "params"}
+        kind = {n: type(v) if type(v) in (int, float) else v for n, v in settings.items()}
+        kinds.setdefault(repr(kind), settings)
+    return list(kinds.values()) or [{}]
+
+
+def _why_apart(
+    run: Callable[[dict[str, Any]], tuple[str, Tensor, Tensor]],
+    groups: Sequence[dict[str, Any]],
+    looks_at: str,
+) -> str:
+    """The reason, where the update of a whole is not that of its parts in one of the groups."""
+    for settings in groups:
+        try:
+            name, whole, parts = run(settings)
+        except Exception:  # whatever a user's class raises: it is not refused for that
+            continue
+        scale = whole.abs().max().item()
+        difference = (whole - parts).abs().max().item() / scale if scale else 0.0
+        if difference > _ROUNDING:
+            return f"{name} looks at {looks_at} by {format_percent(difference)}"
+    return ""
 
 
 def why_not_chunked(given: Given | None) -> str:
@@ -117,13 +152,15 @@ def _stepped(given: Given, *, chunked: bool) -> tuple[str, Tensor]:
     return type(optimizer).__name__, torch.cat([matrix.detach() for matrix in matrices])
 
 
-def _by_halves(given: Given, *, dim: int, steps: int) -> tuple[str, Tensor, Tensor]:
+def _by_halves(
+    given: Given, settings: dict[str, Any], *, dim: int, steps: int
+) -> tuple[str, Tensor, Tensor]:
     """Updates of a matrix, and of its halves along a dimension: from zeros, where optimizers look
     at the size of a matrix, in the second of two steps; from random values in one."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(_SHAPE, generator=generator) for _ in range(steps)]
     values = torch.zeros(_SHAPE) if steps > 1 else torch.randn(_SHAPE, generator=generator)
-    settings: dict[str, Any] = {}
+    settings = dict(settings)
     updates: list[Tensor] = []
     halves_of_all = zip(*(tensor.chunk(2, dim) for tensor in (values, *gradients)), strict=True)
     for parts in ((values, *gradients), *halves_of_all):
@@ -138,10 +175,10 @@ def _by_halves(given: Given, *, dim: int, steps: int) -> tuple[str, Tensor, Tens
     return type(optimizer).__name__, whole, torch.cat(halves, dim)
 
 
-def _one_by_one(given: Given) -> tuple[str, Tensor, Tensor]:
+def _one_by_one(given: Given, of_group: dict[str, Any]) -> tuple[str, Tensor, Tensor]:
     """Updates of two matrices in one optimizer, and in two. It takes three steps; the second matrix
     has gradients ten times as large."""
-    settings: list[dict[str, Any]] = [{}, {}]
+    settings = [dict(of_group), dict(of_group)]
 
     def stepped(*numbers: int) -> tuple[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -163,8 +200,8 @@ def _one_by_one(given: Given) -> tuple[str, Tensor, Tensor]:
 def _set_group(
     optimizer: torch.optim.Optimizer, matrix: nn.Parameter, settings: dict[str, Any]
 ) -> None:
-    """Give the group of a part the settings of the whole's, which are noted first: a factory may
-    sort by sizes or places, which parts have not (`parameter_groups`)."""
+    """Give the group of a part these settings, or those of the whole's, which are noted first: a
+    factory may sort by sizes or places, which parts have not (`parameter_groups`)."""
     for group in optimizer.param_groups:
         if any(p is matrix for p in group["params"]):
             if not settings:

@@ -222,6 +222,33 @@ def test_optimizers_that_look_at_whole_rows_or_at_all_parameters_are_found_by_a_
     assert [name for name, reason in actual if reason] == reasons
 
 
+class Kinds(torch.optim.Optimizer):
+    """A user's own: groups that say so are divided by their norm, and others are not."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "is_normed": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                assert p.grad is not None
+                p -= group["lr"] * p.grad / (p.grad.norm() if group["is_normed"] else 1.0)
+
+
+def by_turns(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    first, *others = params
+    return Kinds([{"params": [first]}, {"params": others, "is_normed": True, "lr": 0.2}])
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_every_kind_of_group_is_tried(is_built: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+    given = by_turns(model.parameters()) if is_built else by_turns
+    assert "Kinds looks at a whole matrix at a time" in indivisible(given, model).rows
+    assert optimizer_footprint(given, model).indivisible == indivisible(given, model)
+
+
 def test_a_schedulers_optimizer_is_tried_and_does_not_step() -> None:
     layer = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
