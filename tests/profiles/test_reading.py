@@ -97,13 +97,15 @@ def object_of(keys: int, first: int = 0) -> str:
     ],
     ids=lambda text: repr(text[:12]),
 )
-def test_json_beyond_the_limits_is_refused_within_a_second(text: str, complaint: str) -> None:
-    start = time.perf_counter()
+def test_json_beyond_the_limits_is_refused_within_a_second_of_the_processor(
+    text: str, complaint: str
+) -> None:
+    start = time.process_time()
     with pytest.raises(FileError, match=complaint) as caught:
         json_value(text, where="given.json")
     assert "given.json" in str(caught.value)
     assert len(str(caught.value)) < 300
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.timed
