@@ -162,7 +162,7 @@ def test_an_optimizer_of_whole_matrices_steps_no_part_of_one(plan: str, split: s
 
 
 @pytest.mark.parametrize(
-    ("plan", "whats"),
+    ("plan", "wanted"),
     [
         ("dp_replicate=2", []),
         ("dp_shard=2", []),
@@ -171,12 +171,12 @@ def test_an_optimizer_of_whole_matrices_steps_no_part_of_one(plan: str, split: s
     ],
 )
 def test_an_optimizer_of_rows_steps_shards_and_one_of_all_parameters_no_stage(
-    plan: str, whats: list[str]
+    plan: str, wanted: list[str]
 ) -> None:
     blocks = model(*(unit(f"b.{n}") for n in range(2)))
     reasons = Indivisible(columns="it looks at rows", parameters="it looks at all")
     broken = problems(Plan.parse(plan), blocks, cpu_ranks(2), indivisible=reasons)
-    assert [each.what for each in broken if each.rule.startswith("optimizer")] == whats
+    assert [each.what for each in broken if each.rule.startswith("optimizer")] == wanted
 
 
 @pytest.mark.parametrize(
