@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from advisor.cost import CALIBRATION, Calibration
 from advisor.predict.case import case_of
@@ -16,7 +15,8 @@ from advisor.predict.ranges import ranges
 from advisor.predict.resolve import resolve
 from advisor.predict.rows import TableRow
 from advisor.predict.setup import Refusal, Setup
-from profiles.errors import AdvisorError, FileError
+from profiles.errors import AdvisorError
+from profiles.record import write_text
 
 GIB = 2.0**30
 
@@ -81,21 +81,13 @@ def write_predictions(predictions: Iterable[Prediction], path: str | os.PathLike
     Raises:
         FileError: it cannot be written.
     """
-    target = Path(path)
     names = [field.name for field in fields(Prediction)]
-    try:
-        with NamedTemporaryFile(
-            "w", newline="", encoding="utf-8", dir=target.parent, suffix=".part", delete=False
-        ) as file:
-            part = Path(file.name)
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(names)
-            for prediction in predictions:
-                writer.writerow([_cell(getattr(prediction, name)) for name in names])
-        part.chmod(0o644)
-        part.replace(target)
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}", where=str(path)) from None
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    for prediction in predictions:
+        writer.writerow([_cell(getattr(prediction, name)) for name in names])
+    write_text(path, text.getvalue())
 
 
 def _cell(value: object) -> str:

@@ -49,12 +49,17 @@ def open_regular(path: str | os.PathLike[str], *, is_private: bool = False) -> B
 
 def _problem(status: os.stat_result, *, is_private: bool) -> str:
     """The reason not to read such a file; empty where there is none."""
+    return not_a_file(status) or (not_private(status) if is_private else "")
+
+
+def not_a_file(status: os.stat_result) -> str:
+    """The reason why it is no regular file; empty where it is one."""
     if stat.S_ISDIR(status.st_mode):
         return "Is a directory"
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
         return f"it is {kind}, a regular file is wanted"
-    return not_private(status) if is_private else ""
+    return ""
 
 
 def not_private(status: os.stat_result) -> str:

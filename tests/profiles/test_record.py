@@ -126,6 +126,34 @@ def test_require_writable_refuses_what_a_write_would(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    """Else root's `-o /dev/null` would leave the machine a file in the place of its device."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "device").symlink_to("/dev/null")
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    for name, said in [
+        ("fifo", "it is a FIFO, a regular file is wanted"),
+        ("device", "it is a device, a regular file is wanted"),
+        ("itself", os.strerror(errno.ELOOP)),
+        ("nu\0l", "no file is named so"),
+        ("half \ud800", "no file is named so"),
+    ]:
+        for write in (require_writable, lambda path: write_text(path, "new")):
+            with pytest.raises(FileError, match=f"cannot write .*: {said}"):
+                write(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["device", "fifo", "itself"]
+    assert (tmp_path / "fifo").is_fifo()
+    assert (tmp_path / "device").is_char_device()
+
+
+def test_a_link_stays_and_the_file_that_it_names_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("plan.json")
+    for text in ("new", "newer"):
+        write_text(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "plan.json").read_text() == text
+
+
 def test_a_written_file_has_the_rights_of_any_new_file(tmp_path: Path) -> None:
     write_text(tmp_path / "ours", "x")
     (tmp_path / "theirs").write_text("x")
