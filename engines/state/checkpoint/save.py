@@ -173,16 +173,21 @@ def start_saving(
         except BaseException as error:  # of any kind: the other ranks wait for a word
             own_error = error
             results.publish({"failure": _line(error)})
-        if peers.leads:
-            assert every is not None
-            assert folder is not None
-            return _commit(
-                folder, every, plan["own"], peers, results, options, states.order, limit_s
-            )
-        end = results.hear(timeout_s=limit_s)
-        if "failure" in end:
-            raise FileError(f"cannot write `{root}`: {end['failure']}") from own_error
-        return Path(end["path"])
+        try:
+            if peers.leads:
+                assert every is not None
+                assert folder is not None
+                return _commit(
+                    folder, every, plan["own"], peers, results, options, states.order, limit_s
+                )
+            end = results.hear(timeout_s=limit_s)
+            if "failure" in end:
+                raise FileError(f"cannot write `{root}`: {end['failure']}")
+            return Path(end["path"])
+        except AdvisorError as error:
+            if own_error is None or isinstance(own_error, Exception):
+                raise error from own_error
+            raise own_error from None  # Ctrl-C ends a script that goes on without a save too
 
     return CheckpointSave(write, background=background)
 

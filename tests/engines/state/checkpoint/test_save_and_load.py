@@ -314,3 +314,38 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_at_once_and_leaves_the_older
         assert said in text
         assert names == ["latest", "lock", "step-00000000"]
         assert took_s < 10
+
+
+def _interrupted(folder: str, rank: int) -> tuple[str, bool]:
+    import engines.state.checkpoint.save as saving
+
+    _, _, parallel = parallelize("gpt", "dp_shard=2")
+    write = saving.write_shard
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    if parallel._job.rank == rank:
+        saving.write_shard = interrupt  # type: ignore[assignment]
+    try:
+        parallel.save(folder)
+    except FileError as error:
+        return error.what, any(Path(folder).glob("step-*"))
+    except KeyboardInterrupt:
+        return "interrupted", any(Path(folder).glob("step-*"))
+    finally:
+        saving.write_shard = write
+    return "saved", True
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interruption_in_a_save_is_one_on_its_rank_and_the_others_name_it(
+    pool: Pool, tmp_path: Path, rank: int
+) -> None:
+    """Else a script that goes on without a save could not be ended by Ctrl-C."""
+    said = ["", ""]
+    said[rank] = "interrupted"
+    said[1 - rank] = f"cannot write `{tmp_path}`: rank {rank}: KeyboardInterrupt"
+    ended = pool.run(_interrupted, str(tmp_path), rank, world_size=2)
+    assert ended == [(text, False) for text in said]
