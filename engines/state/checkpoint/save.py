@@ -6,6 +6,7 @@ training goes on.
 
 from __future__ import annotations
 
+import logging
 import platform
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from engines.state.shard_spec import placed
 from profiles.errors import AdvisorError, FileError
 from profiles.units import MIB
 
+log = logging.getLogger(__name__)
+
 SLOWEST_DISK = 5 * MIB
 """Bytes a second that a save is given at least, beside the job's own time limit."""
 
@@ -52,12 +55,18 @@ class SaveOptions:
 
 
 class CheckpointSave:
-    """A save whose files are being written; `wait` returns the folder when it is complete."""
+    """A save whose files are being written; `wait` returns the folder when it is complete.
 
-    def __init__(self, work: Callable[[], Path], *, background: bool) -> None:
+    One that fails in the background is warned of at once: a script may end without a `wait`.
+
+    Args:
+        warns: of it, on this rank.
+    """
+
+    def __init__(self, work: Callable[[], Path], *, background: bool, warns: bool = False) -> None:
         self._path: Path | None = None
         self._error: BaseException | None = None
-        self._work = work
+        self._work, self._warns = work, warns and background
         self.was_waited_for = False
         self._thread: threading.Thread | None = None
         if background:
@@ -92,6 +101,8 @@ class CheckpointSave:
             self._path = self._work()
         except BaseException as error:
             self._error = error
+            if self._warns and not self.was_waited_for:
+                log.warning("the save in the background failed: %s", _line(error))
 
 
 def start_saving(
@@ -189,7 +200,7 @@ def start_saving(
                 raise error from own_error
             raise own_error from None  # Ctrl-C ends a script that goes on without a save too
 
-    return CheckpointSave(write, background=background)
+    return CheckpointSave(write, background=background, warns=peers.leads)
 
 
 def _commit(

@@ -257,6 +257,26 @@ def test_a_folder_that_cannot_be_written_fails_on_every_rank(
     assert f"rank 0: cannot write `{folder}`: Not a directory" in second
 
 
+def test_a_save_in_the_background_that_fails_is_warned_of_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("engines.state.checkpoint.save.write_shard", fail)
+    _, parallel = alone("gpt")
+    saving = parallel.async_save(tmp_path)
+    assert saving._thread is not None
+    saving._thread.join()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the save in the background failed: cannot write `{tmp_path}`: rank 0:"
+        " [Errno 28] No space left on device"
+    ]
+    with pytest.raises(FileError):
+        parallel.async_save(tmp_path)  # the next one raises it, before it begins
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
 class Unsavable:
     """An object whose state is no value of a checkpoint on some rank."""
 
