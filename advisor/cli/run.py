@@ -13,7 +13,7 @@ from advisor.cli.command import common_options
 from profiles.errors import FileError, InputError, near_misses
 from profiles.machine.host import machine_cores
 from profiles.machine.launcher import LOOPBACK, loopback_environment
-from profiles.record.bounds import MOST_PER_NODE, whole_number
+from profiles.record.bounds import MOST_COUNT, MOST_DEVICES, MOST_PER_NODE, whole_number
 
 FLAGS = {
     "--standalone",
@@ -66,6 +66,8 @@ MEETING = {
     "--rdzv-id",
 }
 """Options that say where ranks meet."""
+MOST_OF = {"--max-restarts": MOST_COUNT, "--node-rank": MOST_DEVICES, "--master-port": 65_535}
+"""Options that are whole numbers from zero."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 EXAMPLE = "`advise run --nproc-per-node 8 --max-restarts 3 train.py`"
 
@@ -98,11 +100,13 @@ def command_line(words: Sequence[str], environment: Mapping[str, str]) -> list[s
     """The arguments of `python -m torch.distributed.run`: one node meets on its loopback address.
 
     Raises:
-        InputError: there is no script, or no rank to run it. FileError: it is no file.
+        InputError: there is no script, no rank to run it, or a number is none. FileError: it is no
+            file.
     """
     read = Words.read(words)
     if read.is_known:
         _require_ranks(read.options.get("--nproc-per-node"))
+        _require_numbers(read.options)
         _require_script(read)
     nodes = read.options.get("--nnodes", environment.get("PET_NNODES", "1"))
     asked = {f"PET_{name.strip('-').replace('-', '_').upper()}" for name in MEETING}
@@ -132,6 +136,21 @@ def _require_ranks(count: str | None) -> None:
     """Refuse a count below one; a word (gpu, cpu, auto) is torchrun's to know."""
     if count is not None and not count.isidentifier():
         whole_number(count, "--nproc-per-node", most=MOST_PER_NODE)
+
+
+def _require_numbers(options: Mapping[str, str]) -> None:
+    """Refuse what torchrun answers with a traceback: counts below their least, and no range of
+    nodes."""
+    for name, most in MOST_OF.items():
+        if name in options:
+            whole_number(options[name], name, least=0, most=most)
+    nodes = options.get("--nnodes", "1")
+    counts = [whole_number(each, "--nnodes", most=MOST_DEVICES) for each in nodes.split(":")]
+    if len(counts) > 2 or counts != sorted(counts):
+        raise InputError(
+            f"`--nnodes` wants a number, or the least and the most, not `{nodes}`",
+            hints=["for example `--nnodes 4`, or `--nnodes 2:4`"],
+        )
 
 
 def _require_script(read: Words) -> None:

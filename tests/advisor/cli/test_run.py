@@ -202,6 +202,31 @@ def test_ranks_that_cannot_be_counted_are_refused_before_torchrun(
     assert result.stderr.startswith("error: `--nproc-per-node` ")
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--nnodes=0", "`--nnodes` wants a positive whole number, not `0`"),
+        ("--nnodes=x", "`--nnodes` wants a positive whole number, not `x`"),
+        ("--nnodes=4:2", "`--nnodes` wants a number, or the least and the most, not `4:2`"),
+        ("--nnodes=1:2:3", "`--nnodes` wants a number, or the least and the most, not `1:2:3`"),
+        ("--max-restarts=-1", "`--max-restarts` wants a whole number, not `-1`"),
+        ("--node-rank=-1", "`--node-rank` wants a whole number, not `-1`"),
+        ("--master_port=99999", "`--master-port` = 99999: 65,535 is the most"),
+    ],
+)
+def test_numbers_that_torchrun_would_answer_with_a_traceback_are_refused(
+    started: Started, option: str, said: str
+) -> None:
+    result = CliRunner().invoke(cli, ["run", option, "train.py"])
+    assert (result.exit_code, started.line) == (2, [])
+    assert result.stderr.startswith(f"error: {said}")
+
+
+def test_ranges_of_nodes_and_no_restarts_are_torchruns(started: Started) -> None:
+    given = ["--nnodes", "2:4", "--max-restarts", "0", "train.py"]
+    assert started.words(*given) == given
+
+
 def test_a_folder_is_no_script_and_no_near_miss(started: Started) -> None:
     os.mkdir("train")
     result = CliRunner().invoke(cli, ["run", "train"])
