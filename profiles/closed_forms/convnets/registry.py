@@ -16,12 +16,14 @@ from profiles.closed_forms.convnets.resnet import DEPTHS, resnet
 from profiles.closed_forms.convnets.unet import unet
 from profiles.closed_forms.convnets.vit import SIZES, vit
 from profiles.errors import InputError
-from profiles.record.bounds import MOST_LAYERS
+from profiles.record.bounds import MOST_LAYERS, whole_number
 
 # What each was made for, where a table does not say: its paper's images, and those of the GPipe
 # papers for U-Net.
 _PIXELS = {"inception": 299, "unet": 192}
 _USUAL_PIXELS = 224
+_SIDE = re.compile(r"-?(\d+)px")  # all digits: four of eight would be another side
+_MOST_PIXELS = 2**14
 # What stands in for a network that is not known by name, for each kind that tables tell apart.
 _TYPICAL = {
     "nasnet": "amoebanet",
@@ -46,9 +48,10 @@ def network_of(
     network of its family made larger or smaller until its parameters are as many.
     """
     plain = re.sub(r"[\s_-]+", "-", (name or "").lower())
-    said = re.search(r"-?(\d{2,4})px", plain)
+    said = _SIDE.search(plain)
     if said:
-        pixels, plain = int(said[1]), plain.replace(said[0], "")
+        pixels = whole_number(said[1], "px", most=_MOST_PIXELS)
+        plain = plain.replace(said[0], "")
     build = _by_name(plain)
     assumed = ""
     if build is None:
@@ -73,7 +76,7 @@ def is_known(name: str) -> bool:
     (True, False, False)
     """
     plain = re.sub(r"[\s_-]+", "-", name.lower())
-    return _by_name(re.sub(r"-?\d{2,4}px", "", plain)) is not None
+    return _by_name(_SIDE.sub("", plain)) is not None
 
 
 _DIGITS = 9

@@ -15,6 +15,7 @@ from profiles.closed_forms.convnets.draft import ConvnetBuilder
 from profiles.closed_forms.convnets.layers import Convnet, ConvnetOp
 from profiles.closed_forms.convnets.profile import profile_of
 from profiles.closed_forms.convnets.registry import network_of
+from profiles.errors import InputError
 from profiles.model.profile import LOSS, Numerics
 from profiles.model.work import FusibleKind
 from profiles.workload.stack import Stack
@@ -219,6 +220,22 @@ def test_an_image_side_in_the_name_takes_precedence() -> None:
     assert network_of("resnet50-128px", pixels=224)[0].pixels == 128
     assert network_of("inception3")[0].pixels == 299
     assert network_of("vgg16", pixels=64)[0].pixels == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("resnet50-0px", "`px` wants a positive whole number, not `0`"),
+        ("resnet50-99999px", "`px` = 99999: 16,384 is the most"),
+        ("vgg16-99999999999999999999px", "16,384 is the most"),
+        ("vgg16-7px", "images of 7 x 7 shrink to nothing"),
+    ],
+)
+def test_a_side_that_no_image_has_is_refused(name: str, said: str) -> None:
+    """Four of its digits, or the side that the network was made for, would be a plan for others."""
+    with pytest.raises(InputError, match=said):
+        network_of(name)
+    assert network_of("resnet50-7px")[0].pixels == 7
 
 
 def test_a_network_that_is_not_known_is_a_resnet_of_its_size_and_the_note_says_so() -> None:
