@@ -31,7 +31,14 @@ from profiles.errors import (
     UnknownNameError,
     near_misses,
 )
-from profiles.record.bounds import MOST_BATCH, MOST_COUNT, MOST_TOKENS, whole_number
+from profiles.record.bounds import (
+    MOST_BATCH,
+    MOST_COUNT,
+    MOST_SCATTER,
+    MOST_TOKENS,
+    MOST_WAIT_S,
+    whole_number,
+)
 
 OUR_MISTAKE = 101  # as ruff and cargo: neither a success, nor an answer, nor the user's mistake
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -190,15 +197,15 @@ count, batch, tokens = map(at_most, (MOST_COUNT, MOST_BATCH, MOST_TOKENS))
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
     """Callback for an option in seconds, zero or more."""
-    return _zero_or_more(param, value, "seconds")
+    return _zero_or_more(param, value, "seconds", MOST_WAIT_S)
 
 
 def fraction(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
     """Callback for an option that is a fraction, zero or more."""
-    return _zero_or_more(param, value, "a fraction")
+    return _zero_or_more(param, value, "a fraction", MOST_SCATTER)
 
 
-def _zero_or_more(param: click.Parameter, value: str | None, what: str) -> float | None:
+def _zero_or_more(param: click.Parameter, value: str | None, what: str, most: int) -> float | None:
     if value is None:
         return None
     try:
@@ -207,6 +214,8 @@ def _zero_or_more(param: click.Parameter, value: str | None, what: str) -> float
         number = math.nan
     if not 0 <= number < math.inf:
         raise InputError(f"`{param.opts[-1]}` wants {what}, zero or more, not `{value}`")
+    if number > most:
+        raise InputError(f"`{param.opts[-1]}` = {value}: {most:,} is the most")
     return number
 
 

@@ -31,6 +31,10 @@ MOST_COUNT = 10**12
 """Of steps, samples of a training set, and whatever else is counted and never listed."""
 MOST_TOKENS = 2**25
 """Of a sequence, whose ids are made: 256 MiB. The longest that are advertised have 10^7."""
+MOST_WAIT_S = 86_400
+"""Of a step, for data or for the host: a day."""
+MOST_SCATTER = 1_000
+"""Deviation over mean of times of 10^6 ranks, of which one works and the others need no time."""
 
 Devices = Annotated[int, Gt(0), Le(MOST_DEVICES)]
 DevicesOrZero = Annotated[int, Ge(0), Le(MOST_DEVICES)]
@@ -40,6 +44,8 @@ Batch = Annotated[int, Gt(0), Le(MOST_BATCH)]
 Count = Annotated[int, Gt(0), Le(MOST_COUNT)]
 CountOrZero = Annotated[int, Ge(0), Le(MOST_COUNT)]
 Tokens = Annotated[int, Gt(0), Le(MOST_TOKENS)]
+WaitSeconds = Annotated[float, Ge(0), Le(MOST_WAIT_S)]
+Scatter = Annotated[float, Ge(0), Le(MOST_SCATTER)]
 
 _DIGITS, _SHOWN = 18, 40  # beyond 18, `int` takes time that grows with their square
 

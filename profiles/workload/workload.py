@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from profiles.record import Record
-from profiles.record.bounds import Batch, Count, DevicesOrZero, Tokens
+from profiles.record.bounds import Batch, Count, DevicesOrZero, Scatter, Tokens, WaitSeconds
 from profiles.workload.optimizers import OPTIMIZERS, OptimizerProfile
 
 
@@ -38,10 +38,10 @@ class Workload(Record):
     tokens_per_sample: Tokens | None = None
     optimizer: OptimizerProfile = OPTIMIZERS["adamw"]
     precision: str = "fp32"
-    host_overhead_s: NonNegativeFloat = 0.0
+    host_overhead_s: WaitSeconds = 0.0
     dataset_samples: Count | None = None
     critical_batch_size: PositiveFloat | None = None
-    imbalance: NonNegativeFloat = 0.0
+    imbalance: Scatter = 0.0
     straggling: NonNegativeFloat = 0.0
     slow_rank: DevicesOrZero | None = None
     pace_runs: NonNegativeInt = 0

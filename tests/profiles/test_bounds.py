@@ -126,12 +126,26 @@ def test_settings_without_bounds_are_refused(tmp_path: Path, text: str) -> None:
         ({**LLAMA, "num_labels": BILLION}, "`num_labels` = 1,000,000,000: 100,000 is the most"),
         ({**LLAMA, "a": [{"num_experts": 10**30}]}, "num_experts` = .*65,536 is the most"),
         ({**LLAMA, "hidden_size": 10**29}, "`hidden_size` = "),
+        ({**LLAMA, "num_hidden_layers": -2}, "`num_hidden_layers` = -2: 0 is the least"),
+        ({**LLAMA, "vision_config": {"num_heads": -1}}, "num_heads` = -1: 0 is the least"),
     ],
 )
 def test_a_config_without_bounds_is_refused(config: dict[str, object], complaint: str) -> None:
     with pytest.raises(InputError, match=complaint) as caught:
         profile_from_config(config, samples=1, sequence_length=16, name="x")
     assert caught.value.where == "config.json"
+
+
+def test_an_index_from_the_end_is_no_count() -> None:
+    config = {**LLAMA, "vision_feature_layer": -2, "out_indices": [-1], "num_ctx": -1}
+    assert profile_from_config(config, samples=1, sequence_length=16, name="x").units
+
+
+@pytest.mark.parametrize(("field", "beyond"), [("host_overhead_s", 90_000.0), ("imbalance", 1e30)])
+def test_a_step_that_waits_for_days_is_refused(field: str, beyond: float) -> None:
+    """A report would show it with as many digits as it has."""
+    with pytest.raises(InputError, match=f"`{field}` = .* is the most"):
+        Workload.build({"global_batch_size": 8, field: beyond})
 
 
 def test_a_batch_of_a_trillion_samples_is_refused() -> None:

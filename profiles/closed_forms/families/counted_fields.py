@@ -30,7 +30,8 @@ _COUNTED = (
 
 
 def require_countable(content: Mapping[str, object], *, where: str) -> None:
-    """Refuse a config that counts further than any model goes; names are transformers'.
+    """Refuse a config that counts further than any model goes, or below zero, which classes of
+    transformers take for zero; names are transformers'. A `vision_feature_layer` of -2 is no count.
 
     Raises:
         InputError: with the field, its value and its bound.
@@ -42,8 +43,12 @@ def require_countable(content: Mapping[str, object], *, where: str) -> None:
             rest += [(f"{name}.{key}", item) for key, item in value.items()]
         elif isinstance(value, list):
             rest += [(name, item) for item in value]
-        elif isinstance(value, int | float) and value > (most := _most(name.rpartition(".")[2])):
-            raise InputError(f"`{name[:80]}` = {value:,}: {most:,} is the most", where=where)
+        elif isinstance(value, int | float):
+            own = name.rpartition(".")[2]
+            if value > (most := _most(own)):
+                raise InputError(f"`{name[:80]}` = {value:,}: {most:,} is the most", where=where)
+            if value < 0 and most < MOST_SIZE and own.startswith(("num_", "n_")):
+                raise InputError(f"`{name[:80]}` = {value:,}: 0 is the least", where=where)
 
 
 def _most(name: str) -> float:
