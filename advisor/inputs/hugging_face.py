@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from advisor.inputs import user_code
 from advisor.inputs.console import say
+from advisor.inputs.infinite_numbers import as_numbers, read_json
 from advisor.inputs.offline import bounded_modules, offline, without_code
 from advisor.inputs.user_code import RETURN
 from profiles.closed_forms.families.counted_fields import require_countable
+from profiles.closed_forms.families.fields import require_whole_weights
 from profiles.errors import FileError, InputError, ModelError, UnknownNameError, near_misses
 from profiles.model.profile import ModelProfile, Numerics
-from profiles.record import json_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,10 +48,12 @@ def build(
     Raises:
         FileError: the file is no such config.
         ModelError: transformers is missing, or does not build it, or it takes something else.
-        InputError: a sequence length is wanted, or too long; or a number is beyond its bound.
+        InputError: a sequence length is wanted, or too long; a number is beyond its bound; or
+            weights are quantized.
     """
     says, content = content is None, content or read_config(path)
     require_countable(content, where=str(path))
+    require_whole_weights(content, where=str(path))
     import torch
 
     try:
@@ -64,7 +67,9 @@ def build(
     if kind not in transformers.CONFIG_MAPPING:
         raise _unknown_kind(path, kind, content)
     with user_code.guarded(f"`{path}` cannot be built"), offline(), bounded_modules(path):
-        config = transformers.CONFIG_MAPPING[kind].from_dict(without_code(content, path))
+        config = transformers.CONFIG_MAPPING[kind].from_dict(
+            as_numbers(without_code(content, path))
+        )
         name = next(iter(getattr(config, "architectures", None) or ()), None) or ""
         takes_images = name.endswith("ForImageClassification")
         if not hasattr(config, "vocab_size") and not takes_images:
@@ -247,7 +252,7 @@ def read_config(path: Path) -> dict[str, object]:
     Raises:
         FileError: it cannot be read, or is something else.
     """
-    content = json_file(path)
+    content = read_json(path)
     if "model_type" not in content:
         raise FileError(
             "neither a model profile (`units`) nor a Hugging Face config (`model_type`)",

@@ -23,11 +23,11 @@ from advisor.inputs import hugging_face, user_code
 from advisor.inputs.bundled.gpt_shapes import SHAPES, GPTConfig
 from advisor.inputs.console import say
 from advisor.inputs.gpts import BUNDLED, build_gpt, config_of, gpt_profile, shape_of
+from advisor.inputs.infinite_numbers import read_json
 from advisor.inputs.networks import build_network, is_network, network_profile
 from advisor.inputs.user_code import RETURN
 from profiles.errors import InputError, ModelError, UnknownNameError, a_type
 from profiles.model.profile import ModelProfile, Numerics
-from profiles.record import json_file
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -81,7 +81,7 @@ def profile_model(
             `load_model`.
     """
     path = _json_path(text)
-    content = json_file(path) if path is not None else {}
+    content = read_json(path) if path is not None else {}
     if path is not None and "units" in content:
         try:
             profile = ModelProfile.from_object(content, where=str(path))
@@ -262,7 +262,7 @@ def require_model(text: str) -> None:
     """
     path = _json_path(text)
     if path is not None:
-        json_file(path)
+        read_json(path)
     elif ":" in text:
         user_code.require_package(_factory_name(text)[0])
     elif not is_network(text):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 from profiles.errors import FileError, a_type
 from profiles.record.reading import MOST_BYTES, read_text
@@ -40,6 +40,7 @@ class Limits:
             the default products of a few numbers are infinite, and no number at all.
         characters: of one text.
         has_controls: texts may hold control characters: they are data, never shown.
+        has_infinities: numbers may be infinite, as Python writes them and JSON does not.
     """
 
     values: int = 500_000
@@ -49,6 +50,7 @@ class Limits:
     magnitude: float = 1e30
     characters: int = MIB
     has_controls: bool = False
+    has_infinities: bool = False
 
 
 DEFAULT = Limits()
@@ -72,13 +74,15 @@ _TOML_TOKEN = re.compile(
 )
 
 
-def json_file(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> dict[str, Any]:
+def json_file(
+    path: str | os.PathLike[str], *, most: int = MOST_BYTES, limits: Limits = DEFAULT
+) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
         FileError: see `read_text` and `json_object`.
     """
-    return json_object(read_text(path, most=most), where=str(path))
+    return json_object(read_text(path, most=most), where=str(path), limits=limits)
 
 
 def json_object(text: str, *, where: str | None = None, limits: Limits = DEFAULT) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def json_value(text: str, *, where: str | None = None, limits: Limits = DEFAULT)
     _require_shallow(_BRACKET.findall(bare), limits.depth, where)
     _require_short(bare, limits.digits, where)
     del bare
-    hooks = _Hooks(limits.keys, where)
+    hooks = _Hooks(limits.keys, limits.has_infinities, where)
     try:
         data = json.loads(text, parse_constant=hooks.constant, object_pairs_hook=hooks.pairs)
     except json.JSONDecodeError as error:
@@ -122,9 +126,12 @@ class _Hooks:
     """Callbacks of the JSON parser, which takes more than it should."""
 
     most_keys: int
+    has_infinities: bool
     where: str | None
 
-    def constant(self, name: str) -> NoReturn:
+    def constant(self, name: str) -> float:
+        if self.has_infinities and name != "NaN":
+            return float(name)
         raise FileError(f"`{name}` is not JSON: a finite number is wanted", where=self.where)
 
     def pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -208,6 +215,8 @@ def _require_plain(data: Any, where: str | None, limits: Limits) -> None:
         if kinds & _NUMBERS:
             numbers = (value for value in level if type(value) in _NUMBERS)
             wrong = [value for value in numbers if not math.inf > abs(value) <= most]
+            if limits.has_infinities:
+                wrong = [value for value in wrong if abs(value) != math.inf]
             if wrong:
                 is_large = abs(wrong[0]) < math.inf
                 said = f"{str(wrong[0])[:20]}...: {most:g} is the most"

@@ -29,6 +29,20 @@ SIZES = (
 WAY_OUT = "with torch and transformers every model is taken: `pip install 'parallel-advisor[hf]'`"
 
 
+def require_whole_weights(content: Mapping[str, object], *, where: str) -> None:
+    """Refuse a config of quantized weights: a plan for others would be taken for theirs.
+
+    Raises:
+        InputError: with what to leave out.
+    """
+    if content.get("quantization_config") is not None:
+        raise InputError(
+            "`quantization_config` is given, and quantized weights are not trained",
+            where=where,
+            hints=["leave it out to plan the training of the whole model"],
+        )
+
+
 class Fields:
     """A config as written, and the file it is from for messages.
 
@@ -43,12 +57,7 @@ class Fields:
         self.where = where
         for name, plain in _PLAIN.items():
             self.only(name, *plain)
-        if self.has("quantization_config"):
-            raise InputError(
-                "`quantization_config` is given, and quantized weights are not trained",
-                where=where,
-                hints=["leave it out to plan the training of the whole model"],
-            )
+        require_whole_weights(content, where=where)
 
     @property
     def family(self) -> str:

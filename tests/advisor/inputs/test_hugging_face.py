@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -278,3 +279,47 @@ def test_errors_of_transformers_are_reported_with_their_reason(config: Path) -> 
     config.write_text(json.dumps(LLAMA | {"hidden_size": "32"}))
     with pytest.raises(ModelError, match=r"'hidden_size'.*'32'"):
         load_model(str(config), samples=1, sequence_length=16)
+
+
+MAMBA = {
+    "model_type": "mamba2",
+    "architectures": ["Mamba2ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "state_size": 8,
+    "num_heads": 4,
+    "head_dim": 16,
+    "n_groups": 1,
+}
+
+
+def test_a_limit_that_is_infinite_is_read_as_transformers_4_and_5_write_it(tmp_path: Path) -> None:
+    """`[0.0, Infinity]`, which is no JSON, is in the files of Mamba 2 and of what grew from it."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "mamba.json"
+    profiles = []
+    for limit in (math.inf, {"__float__": "Infinity"}):
+        path.write_text(json.dumps({**MAMBA, "time_step_limit": [0.0, limit]}))
+        module: Any = load_model(str(path), samples=1, sequence_length=16).module
+        assert list(module.config.time_step_limit) == [0.0, math.inf]
+        profiles.append(profile_model(str(path), samples=1, sequence_length=16))
+    assert profiles[0] == profiles[1]
+    assert ModelProfile.from_json(profiles[0].to_json()) == profiles[0]
+    path.write_text(json.dumps({**MAMBA, "time_step_limit": [0.0, math.nan]}))
+    with pytest.raises(FileError, match="`NaN` is not JSON"):
+        load_model(str(path), samples=1, sequence_length=16)
+
+
+@pytest.mark.parametrize("missing", ["nothing", "transformers"])
+def test_quantized_weights_are_refused_with_transformers_and_without(
+    config: Path, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers builds the whole model: its plan is not that of the weights in the file."""
+    pytest.importorskip("transformers")
+    if missing != "nothing":
+        monkeypatch.setitem(sys.modules, missing, None)
+    config.write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(InputError, match="quantized weights are not trained") as caught:
+        profile_model(str(config), samples=1, sequence_length=16)
+    assert caught.value.hints == ("leave it out to plan the training of the whole model",)
