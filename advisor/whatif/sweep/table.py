@@ -90,8 +90,10 @@ def sweep_csv(sweep: Sweep) -> str:
 
 
 def _legend(sweep: Sweep) -> Iterator[str]:
+    """Say what each number stands for, and on how many devices: those of the head may be more."""
     for place, point in enumerate(sweep.points):
-        yield f"{_name(sweep, place)}: {point.label}"
+        devices = "1 device" if point.devices == 1 else f"{point.devices} devices"
+        yield f"{_name(sweep, place)}: {point.label} (on {devices})"
 
 
 def _name(sweep: Sweep, place: int) -> str:

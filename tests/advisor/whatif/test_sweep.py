@@ -115,6 +115,17 @@ class TestQuantities:
         assert swept.best is small
         assert [row.endswith("True") for row in sweep_csv(swept).splitlines()[1:]] == [False, True]
 
+    def test_plans_are_shown_with_the_devices_that_they_take(self) -> None:
+        """Three devices of eight take longer than eight, and are not said to be eight."""
+        plans = ["dp_replicate=8", "pp=3", "microbatch_size=8"]
+        shown = text_of(sweep_table(sweep(images(), Swept.PLAN, plans, settings=PartialPlan())))
+        for line in (
+            "1: dp_replicate=8 (on 8 devices)",
+            "2: pp=3 (on 3 devices)",
+            "3: microbatch_size=8 (on 8 devices)",
+        ):
+            assert line in shown
+
     def test_a_split_that_does_not_divide_the_batch_is_refused(self) -> None:
         with pytest.raises(PlanError, match="microbatch_size=7"):
             sweep(images(), Swept.SPLIT_SIZE, ["7"], settings=PartialPlan())
