@@ -19,9 +19,11 @@ import torch.distributed as dist
 from pydantic import Field
 
 from engines.runtime.failures import (
+    STORE_GONE,
     close_all_connections,
     error_line,
     first_failure,
+    has_store,
     is_lost_contact,
     name_ranks,
     publish_failure,
@@ -113,7 +115,7 @@ def leave_step(
     Returns None where no rank reported a failure of its own: the error itself says more.
     """
     is_own, rank = not is_of_others(error), dist.get_rank()
-    line = f"rank {rank} failed: {error_line(error)}"
+    line = f"rank {rank} failed: {error_line(error)}" if is_own else _lost_contact(error)
     try:
         store = default_store()
         key = _key(store)
@@ -140,8 +142,15 @@ def leave_step(
             _key(store, more=1)
     except (RuntimeError, RankError) as lost:  # the store is gone, or a rank has ended meanwhile
         close_all_connections()
-        return BrokenStep(step, line, error_line(lost))
+        return BrokenStep(step, line, error_line(lost) if has_store() else STORE_GONE)
     return broken
+
+
+def _lost_contact(error: Exception) -> str:
+    """The line of a rank that did not fail itself, where no other one can be asked for its own."""
+    if isinstance(error, RankError):
+        return error.what
+    return f"lost contact with another rank ({error_line(error)})"
 
 
 def reported_failure() -> str:

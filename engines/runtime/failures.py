@@ -24,6 +24,7 @@ from profiles.torch_compat.gloo import reconnect_groups
 LOOK_EVERY_S = 5.0
 LAST_WORDS_S = 5.0
 """For other ranks to read them, where this process runs the store that they ask."""
+STORE_GONE = "the rendezvous store does not answer: its process ended, as a rule that of rank 0"
 LEFT, ENDED = "left", "ended"
 """Last words of a rank under its `alive_key`: it left the group, or its process ends."""
 _FAILED = "advisor/failed"
@@ -212,7 +213,7 @@ def why_absent(rank: int, store: dist.Store | None = None) -> str:
         return failure
     store = store or default_store()
     if not answers(store):
-        return "the rendezvous store does not answer: its process ended, as a rule that of rank 0"
+        return STORE_GONE
     return f"rank {rank} has ended" if has_ended(rank, store) else ""
 
 

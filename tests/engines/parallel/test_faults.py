@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engines.parallel import ParallelModel
 from engines.runtime import heartbeat
-from profiles.errors import FileError, RankMismatchError
+from profiles.errors import FileError, RankError, RankMismatchError
 from tests.engines.runtime.fault_jobs import answers, ends
 from tests.nightly import nightly
 from tests.soak.training import build, global_batches
@@ -164,6 +164,30 @@ def test_a_rank_that_ends_without_a_word_is_named(plan: str) -> None:
     for text in answers(_exits_in_step_3, plan, ranks=_ranks(plan), without=(1,)):
         assert "lost contact with another rank" in text
         assert text.endswith("rank 1 did not come to it")
+
+
+def _loses_rank_0(plan: str) -> str:
+    """The process of rank 0 runs the store, in which a failure would be published."""
+    parallel, _ = build(PLANS[plan], steps=5)
+    try:
+        for batch in parallel.shard(global_batches()):
+            if parallel.step == 2 and dist.get_rank() == 0:
+                os._exit(0)
+            parallel.train_step(batch)
+    except RankError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", [*ALWAYS, *nightly(*LATER)])
+def test_a_rank_that_lost_rank_0_names_it_and_not_itself(plan: str) -> None:
+    """Else it would be looked for where nothing failed."""
+    ranks = _ranks(plan)
+    for text in answers(_loses_rank_0, plan, ranks=ranks, without=(0,)):
+        assert text.startswith("lost contact with another rank")
+        assert "rank 0" in text
+        assert "failed: " not in text
 
 
 def _has_a_full_disk(folder: str) -> str:
