@@ -42,6 +42,7 @@ from engines.state.weights import Weights
 from profiles.capture.batch.call import Batch
 from profiles.machine.cluster import ClusterProfile
 from profiles.model.profile import ModelProfile
+from profiles.record.bounds import require_positive
 
 
 @rank_error_context("applying the plan")
@@ -122,6 +123,8 @@ def apply_plan(
         ModelError: parameters that nothing gives values, `weights` that do not fit, or nothing to
             train.
     """
+    if max_grad_norm is not None:
+        require_positive(max_grad_norm, "max_grad_norm")
     training = Training(
         loss_fn,
         optimizer,

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from engines.data.replicas import local_part
 from engines.runtime.mesh import Mesh
 from engines.state.layout import Layout
+from profiles.record.bounds import require_positive
 from profiles.torch_compat import flattened
 
 SMALL_ELEMENTS = 2**13
@@ -35,7 +36,11 @@ def clip_gradients(model: nn.Module, layout: Layout, mesh: Mesh, max_norm: float
 
     Returns the norm before clipping, the same on every rank. Copies on several ranks (replicas,
     tied parameters, layers that are whole on the tp axis) count once.
+
+    Raises:
+        InputError: `max_norm` is not above zero: below it gradients would change their sign.
     """
+    require_positive(max_norm, "max_norm")
     named = [(n, p) for n, p in model.named_parameters() if p.grad is not None and layout.holds(n)]
     is_everywhere = mesh.pp.size == mesh.tp.size == mesh.ep.size == 1 and mesh.shards is None
     counted = [

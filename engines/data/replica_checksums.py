@@ -20,6 +20,7 @@ from engines.runtime.mesh import Mesh
 from engines.runtime.world import World, say_holders, sum_over_ranks, texts_of_ranks
 from engines.state.layout import Layout
 from profiles.errors import InputError, RankMismatchError
+from profiles.record.bounds import is_whole
 
 DEFAULT_EVERY = 100
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -131,9 +132,9 @@ def require_every(every: int) -> int:
     """`every`, if it is a number of steps.
 
     Raises:
-        InputError: it is negative.
+        InputError: it is negative, or no whole number.
     """
-    if every < 0:
+    if not is_whole(every, least=0):
         raise InputError(
             f"replicas are compared every {every} steps",
             where="check_replicas_every",

@@ -16,6 +16,7 @@ from engines.parallel.saved_run import Resume, SavedRun
 from engines.runtime.rank_agreement import require_agreement
 from profiles.capture.batch.call import Batch
 from profiles.errors import InputError
+from profiles.record.bounds import is_whole
 
 Reason = Literal["steps", "epochs", "signal"]
 OnStep = Callable[[int, Tensor], object]
@@ -185,8 +186,10 @@ class FitMixin(CheckpointMixin):
 
 def _require_end(steps: int | None, epochs: int | None) -> None:
     for name, number in (("steps", steps), ("epochs", epochs)):
-        if number is not None and number < 1:
-            raise InputError(f"`{name}={number}` wants one or more", where="parallel.fit")
+        if number is not None and not is_whole(number, least=1):  # nan would never be reached
+            raise InputError(
+                f"`{name}={number}` wants one or more, a whole number", where="parallel.fit"
+            )
     if steps is None and epochs is None:
         raise InputError(
             "this training has no end",

@@ -13,6 +13,7 @@ from engines.state.checkpoint.agreement import on_first, peers_of
 from engines.state.checkpoint.load import has_save
 from engines.state.checkpoint.save import CheckpointSave
 from profiles.errors import InputError
+from profiles.record.bounds import is_whole
 
 if TYPE_CHECKING:
     from engines.parallel.checkpointing import CheckpointMixin, PathLike
@@ -44,7 +45,7 @@ class SavedRun:
         grace_s: float,
     ) -> None:
         """Raises InputError where the arguments contradict each other."""
-        if save_every is not None and (folder is None or save_every < 1):
+        if save_every is not None and (folder is None or not is_whole(save_every, least=1)):
             raise InputError(
                 f"`save_every={save_every}` "
                 + ("wants one step or more" if folder else "names no folder to save in"),

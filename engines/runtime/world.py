@@ -32,6 +32,7 @@ from engines.runtime.failures import name_ranks as name_ranks
 from engines.runtime.heartbeat import end_heartbeat, is_beating
 from engines.runtime.rendezvous import attempt_store
 from profiles.errors import InputError, PlanMismatchError, RankError
+from profiles.record.bounds import MOST_TIMEOUT_S, require_positive
 from profiles.torch_compat import bound_waits, default_store, start_all_reduce
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -59,9 +60,12 @@ def join_world(*, timeout_s: float | None = None) -> World:
     `timeout_s` where that is given, else by their own timeout.
 
     Raises:
-        InputError: the launcher's variables are incomplete, or ranks share a GPU.
+        InputError: the launcher's variables are incomplete, ranks share a GPU, or `timeout_s` is no
+            time.
         RankError: a rank did not join in time.
     """
+    if timeout_s is not None:
+        require_positive(timeout_s, "timeout_s", most=MOST_TIMEOUT_S)
     if dist.group.WORLD is not None and timeout_s is not None:
         bound_waits(dist.group.WORLD, timedelta(seconds=timeout_s))
     timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s

@@ -6,7 +6,9 @@ a slip or an attack, and is refused before anything is made of it.
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from numbers import Integral
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
@@ -33,6 +35,8 @@ MOST_TOKENS = 2**25
 """Of a sequence, whose ids are made: 256 MiB. The longest that are advertised have 10^7."""
 MOST_WAIT_S = 86_400
 """Of a step, for data or for the host: a day."""
+MOST_TIMEOUT_S = 31_536_000
+"""Of waits for other ranks: a year."""
 MOST_SCATTER = 1_000
 """Deviation over mean of times of 10^6 ranks, of which one works and the others need no time."""
 
@@ -65,3 +69,23 @@ def whole_number(text: str, name: str, *, least: int = 1, most: int) -> int:
     if number > most:
         raise InputError(f"`{name}` = {shown[1:-1]}: {most:,} is the most")
     return number
+
+
+def require_positive(value: Any, name: str, *, most: float = math.inf) -> None:
+    """Check that a number of the user's is above zero; nan is not.
+
+    Raises:
+        InputError: it is not, is beyond `most`, or is no number.
+    """
+    try:
+        is_positive = bool(0 < value <= most)
+    except TypeError:
+        is_positive = False
+    if not is_positive:
+        wanted = "a number above 0" + (f", {most:,} at most" if most < math.inf else "")
+        raise InputError(f"`{name}` wants {wanted}, not `{str(value)[:_SHOWN]}`")
+
+
+def is_whole(value: Any, *, least: int) -> bool:
+    """True for a whole number from `least` on; nan, infinity and 2.5 are none."""
+    return isinstance(value, Integral) and int(value) >= least

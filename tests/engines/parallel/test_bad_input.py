@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engines.parallel import ParallelModel
+from engines.runtime.world import join_world
 from profiles.errors import AdvisorError, BatchError, InputError, ModelError
 from tests.engines.cases import CASES, Case
 from tests.engines.parity import alone, local_rows, spread
@@ -74,6 +77,29 @@ def test_a_step_with_gradients_off_is_refused(off: Callable[[], torch.no_grad]) 
     error = _after(step, parallel, Switch())
     assert isinstance(error, InputError)
     assert error.what == "gradients are off where `train_step` was called: nothing could be learnt"
+
+
+@pytest.mark.parametrize("norm", [-1.0, 0.0, math.nan, "1"])
+def test_gradients_are_clipped_to_a_number_above_zero(norm: Any) -> None:
+    """To a negative one they would change their sign, and the loss would grow."""
+    with pytest.raises(InputError, match="`max_grad_norm` wants a number above 0, not"):
+        alone("gpt", max_grad_norm=norm)
+    _, parallel = alone("gpt")
+    parallel.train_step(BATCH)
+    with pytest.raises(InputError, match="`max_norm` wants a number above 0, not"):
+        parallel.clip_grad_norm_(norm)
+
+
+@pytest.mark.parametrize("seconds", [-1, 0, math.nan, math.inf, "60"])
+def test_a_time_limit_is_a_time(seconds: Any) -> None:
+    with pytest.raises(InputError, match="`timeout_s` wants a number above 0, 31,536,000 at most"):
+        join_world(timeout_s=seconds)
+
+
+@pytest.mark.parametrize("every", [-1, 1.5, "x"])
+def test_replicas_are_compared_after_whole_steps(every: Any) -> None:
+    with pytest.raises(InputError, match=f"compared every {every} steps"):
+        alone("gpt", check_replicas_every=every)
 
 
 @pytest.mark.parametrize("call", ["train_step", "forward"])

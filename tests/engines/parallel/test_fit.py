@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -121,6 +122,10 @@ def test_a_loader_that_is_at_its_end_ends_the_training() -> None:
     [
         ({"steps": None}, "this training has no end"),
         ({"steps": 0}, "`steps=0` wants one or more"),
+        ({"steps": math.nan}, "`steps=nan` wants one or more, a whole number"),
+        ({"steps": math.inf}, "`steps=inf` wants one or more, a whole number"),
+        ({"epochs": 1.5}, "`epochs=1.5` wants one or more, a whole number"),
+        ({"save_every": math.nan, "save": "runs"}, "`save_every=nan` wants one step or more"),
         ({"save_every": 5}, "`save_every=5` names no folder"),
         ({"save_every": 0, "save": "runs"}, "`save_every=0` wants one step or more"),
         ({"resume": "newest"}, "`resume='newest'` is neither"),
