@@ -102,6 +102,7 @@ class MicrobatchCutter:
         self.copies = CopiesAhead(world.device)
         self.draws = OwnRandomness() if self._is_shared else None
         self._spare: Batch | None = None
+        self._spare_before: Batch | None = None
         self._is_compared = False
         self._overlaps, self._cuts = overlaps, 0
         self.is_sharded = False
@@ -112,6 +113,10 @@ class MicrobatchCutter:
     def follow(self, plan: Plan) -> None:
         """Cut as `plan` says from now on."""
         self._plan, self._cuts = plan, 0
+
+    def take_back(self) -> None:
+        """Borrow no row of the latest batch: a step failed with it, and others would too."""
+        self._spare = self._spare_before
 
     def note_sharded(self, loader: ShardedLoader) -> None:
         """A loader of global batches is split over the replicas.
@@ -286,6 +291,7 @@ class MicrobatchCutter:
 
     def _cut(self, batch: Batch) -> _Cut:
         """The microbatches of this rank alone."""
+        self._spare_before = self._spare
         rows = batch_size(batch, self._dims)
         sizes = self._sizes(rows)
         self._require_room(rows, max(sizes))

@@ -112,6 +112,8 @@ class RecoveryMixin:
                         self._leave_step(shortage, before)
                     raise shortage from error
                 if own is None and not is_elsewhere:
+                    if not is_of_others(error):
+                        self._cutter.take_back()
                     self._leave_step(error, before)
                 if because or not (own or is_elsewhere):
                     raise

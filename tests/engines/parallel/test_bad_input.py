@@ -66,6 +66,20 @@ def test_leaves_of_different_sizes_are_named_with_both_sizes() -> None:
     assert error.what == "first dimensions differ: element 0 has 4, element 1 has 3"
 
 
+def test_no_row_is_borrowed_from_a_batch_that_failed() -> None:
+    """Else a rank that is left without rows at the end of a pass would fail with it again."""
+    _, parallel = alone("gpt")
+    inputs, targets = BATCH  # type: ignore[misc]
+    with pytest.raises(IndexError):
+        parallel.train_step((inputs + 10**6, targets))
+    with pytest.raises(BatchError, match="no earlier batch to borrow a row from"):
+        parallel.train_step((inputs[:0], targets[:0]))
+    parallel.train_step(BATCH)
+    with pytest.raises(IndexError):
+        parallel.train_step((inputs + 10**6, targets))
+    assert parallel.train_step((inputs[:0], targets[:0])) == 0
+
+
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_a_step_with_gradients_off_is_refused(off: Callable[[], torch.no_grad]) -> None:
     _, parallel = alone("gpt")
