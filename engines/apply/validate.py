@@ -16,7 +16,7 @@ from engines.optional.data_parallel import require_devices
 from engines.plan import DataParallel, Plan
 from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.rank_agreement import require_agreement
-from engines.runtime.world import require_same_plan
+from engines.runtime.world import World, require_same_plan
 from engines.state.optimizer_parts import indivisible, sparse_alone, why_not_chunked
 from profiles.errors import PlanError
 from profiles.workload.optimizers import DIVISIBLE
@@ -37,6 +37,8 @@ def _require_possible(build: Build) -> None:
     require_legal(plan, build.profile, build.cluster, indivisible=reasons)
     if plan.data_parallel is DataParallel.THREADS:
         require_devices(plan.dp_replicate, world, where=f"plan: {plan}")
+    else:
+        _require_ranks(plan, world)
     if steps_offloaded(plan):
         _require_chunked(plan, why_not_chunked(training.optimizer))
     if training.measure_noise:
@@ -48,6 +50,21 @@ def _require_possible(build: Build) -> None:
     require_dense(build.model, plan, sparse, sparse_alone=sparse_alone(training.optimizer))
     require_compilable(build.model, plan, profile=build.profile, device=world.device)
     require_eight_bits(build.model, plan, profile=build.profile)
+
+
+def _require_ranks(plan: Plan, world: World) -> None:
+    """A cluster that was named may have more devices than the job has ranks."""
+    if plan.world_size != world.size:
+        ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, this job has {ranks}",
+            where=f"plan: {plan}",
+            hints=[
+                f"start {plan.world_size} ranks: torchrun --nproc-per-node, with --nnodes for more"
+                " nodes",
+                'or plan for the machines of this job (`cluster="auto"`)',
+            ],
+        )
 
 
 def _require_chunked(plan: Plan, because: str) -> None:

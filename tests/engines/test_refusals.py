@@ -30,6 +30,16 @@ def test_a_plan_for_another_world_is_refused_before_any_work() -> None:
         alone("gpt", plan=Plan.parse("dp_shard=4"))
 
 
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2"])
+def test_a_plan_for_a_named_cluster_of_more_ranks_than_the_job_is_refused(plan: str) -> None:
+    """As of `cluster="2xH100-SXM-80GB"` in a script without a launcher."""
+    case = CASES["gpt"]
+    model = case.build()
+    with pytest.raises(PlanError, match="the plan is for 2 ranks, this job has 1 rank") as caught:
+        apply_plan(model, Plan.parse(plan), profile=profile_of(case, model), cluster=cpu_ranks(2))
+    assert caught.value.hints[0].startswith("start 2 ranks: torchrun")
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     stranger = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
     with pytest.raises(InputError, match=r"shape \(3, 3\) that is not in the model"):
