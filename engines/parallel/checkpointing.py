@@ -32,6 +32,7 @@ from engines.runtime.random_states import (
 from engines.runtime.world import World, rank_error_context, require_same, sum_over_ranks
 from engines.state.checkpoint.agreement import Alone, all_peers_succeed, peers_of
 from engines.state.checkpoint.averages import Averages
+from engines.state.checkpoint.folder import require_retention
 from engines.state.checkpoint.load import SavedStates, Step, fill, open_save
 from engines.state.checkpoint.objects import Stateful, with_states
 from engines.state.checkpoint.save import CheckpointSave, SaveOptions, start_saving
@@ -118,7 +119,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         Raises:
             FileError: it cannot be written, or another job saves there.
             InputError: a registered object or the optimizer has a state that checkpoints cannot
-                hold.
+                hold; or less than one save is to be retained.
             NonFiniteError: a trained parameter is nan or inf; nothing is written.
             RankMismatchError: replicas' parameters or ranks' rates differ; nothing is written.
             PlanMismatchError: ranks name different folders.
@@ -146,6 +147,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         timeout_s: float | None = None,
     ) -> CheckpointSave:
         """`timeout_s`: for other ranks, beyond what the disk takes; by default the job's."""
+        require_retention(keep_last=keep_last, keep_every=keep_every)
         job = self._job if timeout_s is None else replace(self._job, timeout_s=timeout_s)
         root = Path(os.path.abspath(folder))
         self._finish_save()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engines.runtime.signals import AgreedSignal, EndSignals
 from engines.state.checkpoint.agreement import on_first, peers_of
+from engines.state.checkpoint.folder import require_retention
 from engines.state.checkpoint.load import has_save
 from engines.state.checkpoint.save import CheckpointSave
 from profiles.errors import InputError
@@ -51,6 +52,7 @@ class SavedRun:
                 + ("wants one step or more" if folder else "names no folder to save in"),
                 hints=["write `save_every=1000` and a folder, or leave it out"],
             )
+        require_retention(keep_last=keep_last, keep_every=None)
         if resume not in ("latest", None):
             raise InputError(
                 f'`resume={resume!r}` is neither "latest" nor None',

@@ -174,8 +174,9 @@ class Rates:
                 rule without `samples`.
             UnknownNameError: no such rule.
         """
-        if min(tuned_at, batch) < 1:
-            raise InputError(f"a batch has at least one sample, not {min(tuned_at, batch)}")
+        if not (tuned_at >= 1 and batch >= 1):  # nan would make all rates nan
+            wrong = batch if tuned_at >= 1 else tuned_at
+            raise InputError(f"a batch has at least one sample, not {wrong}")
         if self._tuned_at not in (None, tuned_at):
             raise InputError(
                 f"the rates were tuned at batch {self._tuned_at}, as an earlier call said, and now"

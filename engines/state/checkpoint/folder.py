@@ -27,8 +27,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from engines.state.checkpoint.manifest import FILE_NAME, MANIFEST, Manifest, file_of, read_manifest
-from profiles.errors import FileError
+from profiles.errors import FileError, InputError
 from profiles.record import json_value, read_text
+from profiles.record.bounds import is_whole
 from profiles.units import KIB
 
 LATEST, LOCK, PLANNED = "latest", "lock", "files.json"
@@ -125,6 +126,20 @@ class SaveFolder:
         """Remove the files of a save that failed."""
         with contextlib.suppress(OSError):
             _remove(self.partial, [*self.files, MANIFEST, PLANNED])
+
+
+def require_retention(*, keep_last: int | None, keep_every: int | None) -> None:
+    """Check numbers of saves to retain, before any is written.
+
+    Raises:
+        InputError: less than one: -1 is all of them elsewhere, and would be the last one here.
+    """
+    for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if number is not None and not is_whole(number, least=1):
+            raise InputError(
+                f"`{name}={number}` wants one or more, a whole number",
+                hints=["None, the default, retains all saves"],
+            )
 
 
 def prune(root: Path, *, keep_last: int | None, keep_every: int | None) -> None:

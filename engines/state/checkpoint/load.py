@@ -16,7 +16,7 @@ from engines.state.checkpoint.manifest import SavedTensor, read_manifest
 from engines.state.checkpoint.shard_file import ShardReader, file_problem
 from engines.state.checkpoint.training_state import StatesToLoad
 from engines.state.checkpoint.values import decode
-from profiles.errors import FileError
+from profiles.errors import FileError, InputError
 
 Step = int | Literal["newest", "latest"]
 
@@ -87,6 +87,7 @@ def open_save(root: Path, *, step: Step, peers: Peers, verify: bool) -> SavedSta
 
     Raises:
         FileError: there is none, or it is damaged: nothing was changed. Names a whole one.
+        InputError: `step` is something else.
     """
     names = on_first(peers, lambda: [str(path) for path in _candidates(root, step)])
     problem = ""
@@ -115,6 +116,11 @@ def open_save(root: Path, *, step: Step, peers: Peers, verify: bool) -> SavedSta
 
 
 def _candidates(root: Path, step: Step) -> list[Path]:
+    if not isinstance(step, int) and step not in ("newest", "latest"):
+        raise InputError(
+            f"`step={step!r}` is no step",
+            hints=['give its number, "newest" or "latest"'],
+        )
     if is_checkpoint(root):
         return [root]
     saves = complete_saves(root)

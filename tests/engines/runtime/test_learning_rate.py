@@ -79,6 +79,8 @@ def test_a_second_batch_of_tuning_is_refused() -> None:
         rates.scale(tuned_at=128, batch=256)
     with pytest.raises(InputError, match="at least one sample"):
         rates.scale(tuned_at=32, batch=-1)
+    with pytest.raises(InputError, match="at least one sample, not nan"):
+        Rates(torch.optim.SGD(groups())).scale(tuned_at=float("nan"), batch=32)  # type: ignore[arg-type]
 
 
 def test_a_decayed_rate_is_scaled_from_its_current_value() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from engines.parallel import ParallelModel
 from engines.state.checkpoint import folder as folder_module
 from engines.state.checkpoint.folder import SaveFolder, complete_saves, lock, prune, unlock
 from engines.state.checkpoint.manifest import MANIFEST, Manifest, SavedFile, file_of
-from profiles.errors import FileError
+from profiles.errors import FileError, InputError
 from tests.engines.cases import CASES
 from tests.engines.parity import alone
 
@@ -65,6 +66,18 @@ def test_the_last_saves_and_every_kth_are_retained(tmp_path: Path) -> None:
     steps = [int(path.name[-2:]) for path in complete_saves(tmp_path)]
     assert sorted(steps) == [20, 40, 45, 50]
     assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, "all"])
+def test_fewer_than_one_save_is_never_retained(tmp_path: Path, wrong: Any) -> None:
+    """-1 is all saves in other libraries: here it would delete all but the last one."""
+    parallel = three_saves(tmp_path)
+    for options in ({"keep_last": wrong}, {"keep_last": 1, "keep_every": wrong}):
+        with pytest.raises(InputError, match=f"={wrong}` wants one or more, a whole number"):
+            parallel.save(tmp_path, **options)
+    with pytest.raises(InputError, match=f"`keep_last={wrong}` wants one or more"):
+        parallel.fit([], steps=9, save=tmp_path, keep_last=wrong)
+    assert len(complete_saves(tmp_path)) == 3
 
 
 def test_files_that_no_manifest_names_are_never_deleted(tmp_path: Path) -> None:
@@ -205,6 +218,14 @@ def test_a_step_that_was_not_saved_is_an_error_with_those_that_were(tmp_path: Pa
     with pytest.raises(FileError, match="no checkpoint of step 7") as caught:
         parallel.load(tmp_path, step=7)
     assert "it has 1, 2, 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("step", ["lates", None, 2.0])
+def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
+    """Else the newest one would be loaded in its place."""
+    parallel = three_saves(tmp_path)
+    with pytest.raises(InputError, match=r"is no step"):
+        parallel.load(tmp_path, step=step)
 
 
 def test_folders_above_a_run_are_made(tmp_path: Path) -> None:
