@@ -229,7 +229,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
             states_of = self._objects_of(saved, own)
             Averages(self.module, self._layout).put_into(states_of, saved)
         objects = with_states(states_of, peers=everyone, folder=saved.path)
-        with objects, self._exchange.loading(), self._probing():
+        with objects, self._loading(), self._probing():
             states = StatesToLoad(
                 self.module,
                 self.optimizer if self._exchange.keeps_states else empty_optimizer(),
@@ -363,7 +363,7 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole tensors, the same on every rank, as the unwrapped model would."""
         release(self.module)
-        with self._exchange.loading():
+        with self._loading():
             return set_whole_state(self.module, dict(state_dict), self._layout, strict=strict)
 
     def _follow_first_replica(self, *, in_step: bool = False, every_buffer: bool = False) -> None:

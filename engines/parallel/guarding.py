@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from engines.data.ddp import require_all_reduced
 from engines.data.finite import FiniteGuard, nonfinite_element, nonfinite_output
@@ -24,9 +27,10 @@ from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.world import World, rank_error_context
-from engines.state.layout import LayerSplit
+from engines.state.layout import LayerSplit, Layout
 from engines.state.learning_parameters import LearningParameters
 from engines.state.optimizer_settings import EqualSettings
+from engines.state.own_writes import OwnWrites
 from profiles.capture.batch.call import Batch
 from profiles.model.profile import ModelProfile
 
@@ -53,8 +57,11 @@ class GuardingMixin:
     _mesh: Mesh
     _is_pending: bool
     _is_unchecked: bool
+    _job: World
+    _layout: Layout
     _learning: LearningParameters
     _named: Sequence[tuple[str, nn.Parameter]]
+    _own_writes: OwnWrites
     _profile: ModelProfile
     _rng: SharedRng
     _runner: Callable[..., Any]
@@ -79,10 +86,16 @@ class GuardingMixin:
 
     def _watch_updates(self, optimizer: torch.optim.Optimizer) -> None:
         """Finish and check gradients before this optimizer steps, or another one on the same
-        parameters."""
+        parameters; what is written to them by none is noted."""
         optimizer.register_step_pre_hook(self._before_update)
-        others = partial(_before_other_update, weakref.ref(self))
-        weakref.finalize(self, register_optimizer_step_pre_hook(others).remove)
+        own = weakref.ref(self)
+        for handle in (
+            register_optimizer_step_pre_hook(partial(_before_other_update, own)),
+            register_optimizer_step_post_hook(partial(_after_update, own)),
+        ):
+            weakref.finalize(self, handle.remove)
+        warns = self._job.rank == 0 and self.plan.updates_in_step
+        self._own_writes = OwnWrites(self._named, self._layout, warns=warns)
 
     def _before_update(self, *_: object) -> None:
         self._finish_pending()
@@ -165,6 +178,20 @@ def _before_other_update(
     model = reference()
     if model is None or not model._is_pending or optimizer is model.optimizer:
         return
-    own = {id(parameter) for _, parameter in model._named}
-    if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+    if _steps_of(model, optimizer):
         model._before_update()
+
+
+def _after_update(
+    reference: weakref.ref[GuardingMixin], optimizer: torch.optim.Optimizer, *_: object
+) -> None:
+    """After a step of any optimizer."""
+    model = reference()
+    if model is not None and (optimizer is model.optimizer or _steps_of(model, optimizer)):
+        model._own_writes.note()
+
+
+def _steps_of(model: GuardingMixin, optimizer: torch.optim.Optimizer) -> bool:
+    """True if the optimizer has parameters of the model."""
+    own = {id(parameter) for _, parameter in model._named}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])

@@ -18,6 +18,7 @@ from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World, rank_error_context, sum_over_ranks
 from engines.state.layout import LayerSplit, Layout
+from engines.state.own_writes import OwnWrites
 from profiles.errors import InputError, ModelError, PlanError
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import version_of
@@ -41,6 +42,7 @@ class InteropMixin(nn.Module):
     _is_unchecked: bool
     _layout: Layout
     _mesh: Mesh
+    _own_writes: OwnWrites
     _profile: ModelProfile
     _split: LayerSplit | None
     _versions: Mapping[str, int] = MappingProxyType({})
@@ -256,7 +258,8 @@ class InteropMixin(nn.Module):
             )
 
     def _require_values(self) -> None:
-        """Refuse the first forward of parameters without values."""
+        """Refuse the first forward of parameters without values; warn of what a loop wrote."""
+        self._own_writes.warn()
         if self._has_values:
             return
         for name, parameter in self.named_parameters():

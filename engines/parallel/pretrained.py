@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +18,9 @@ from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.world import World, rank_error_context, require_same
 from engines.state.export import WeightsFolder, bytes_of, forms_of, write_config
 from engines.state.layout import Layout
+from engines.state.own_writes import OwnWrites
 from engines.state.stored import Form
 from engines.state.weights import left_out_names, matched, open_files, storable_names
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PathLike = str | os.PathLike[str]
 
@@ -33,6 +33,14 @@ class PretrainedMixin:
     _finite: FiniteGuard
     _job: World
     _layout: Layout
+    _own_writes: OwnWrites
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Around loading parameters, the same on all ranks."""
+        with self._exchange.loading():
+            yield
+        self._own_writes.note()
 
     @rank_error_context("loading the weights")
     def load_pretrained(self, path: PathLike, *, strict: bool = True, cast: bool = False) -> None:
@@ -69,7 +77,7 @@ class PretrainedMixin:
             )
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         with (
-            self._exchange.loading(),
+            self._loading(),
             all_ranks_succeed("reading the weights", timeout_s=timeout_s),
             torch.no_grad(),
         ):

@@ -114,6 +114,11 @@ class Layout:
         """The dtype of the parameter `name`."""
         return self._dtypes[self._first.get(name, name)]
 
+    def cut_along(self, name: str) -> str:
+        """The axis that a parameter is cut over: "tp", "ep", or "" where it is not."""
+        cut = self._cut(name)
+        return "" if cut is None else "ep" if cut[1] is self._mesh.ep else "tp"
+
     def holds(self, name: str) -> bool:
         """True if this rank has a part of the parameter `name`; of buffers it has all."""
         if self._stages is None or name not in self._first:

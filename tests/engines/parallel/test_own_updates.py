@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from engines.parallel import ParallelModel
 from profiles.errors import InputError, RankMismatchError
 from tests.engines.cases import Case
-from tests.engines.parity import spread, state_error
+from tests.engines.parity import local_rows, spread, state_error
 from tests.engines.tensor import units
 from tests.workers import Pool
 
@@ -88,10 +90,11 @@ def _error(kind: str) -> float | str:
     inputs, target = _batch(ROWS)
     updates = [UPDATES[kind](parallel)] + [UPDATES[kind](reference)] * (kind != "clipped")
     try:
-        for _ in range(2):
-            for model, update in zip((parallel, reference), updates, strict=False):
-                F.cross_entropy(model(inputs), target).backward()
-                update()
+        with warnings.catch_warnings(action="ignore"):  # of changes by hand
+            for _ in range(2):
+                for model, update in zip((parallel, reference), updates, strict=False):
+                    F.cross_entropy(model(inputs), target).backward()
+                    update()
     except (InputError, RankMismatchError) as error:
         return error.what
     return state_error(parallel, reference)
@@ -117,3 +120,79 @@ def test_updates_by_parts_of_a_gradient_or_norm_are_refused(
 ) -> None:
     for error in pool.run(_error, kind, world_size=2):
         assert said in str(error)
+
+
+def _normalised(parameters: Iterable[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter /= parameter.norm()
+
+
+def _warnings(plan: str, saved: str) -> list[str]:
+    """Warnings of each act on its own: steps, a load, another optimizer, and norms by hand."""
+    _, parallel = spread(Case(Normed, _batch), plan, rows=ROWS)
+    batch = local_rows(parallel, _batch(ROWS), ROWS)
+    other = torch.optim.SGD(parallel.parameters(), lr=RATE)
+
+    def train() -> None:
+        parallel.train_step(batch)
+        parallel.eval_step(batch)
+
+    def load() -> None:
+        parallel.save(saved)
+        parallel.load(saved)
+        parallel.load_state_dict(parallel.state_dict())
+
+    def step_by_another() -> None:
+        F.cross_entropy(parallel(batch[0]), batch[1]).backward()
+        other.step()
+        other.zero_grad()
+
+    acts = [train, load, step_by_another, lambda: _normalised(parallel.parameters())]
+    said = []
+    for act in (*acts, acts[-1]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            act()
+            train()
+        said.append("; ".join(str(warning.message) for warning in caught))
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("sharded", ["", " dp_shard=2"])
+def test_a_norm_of_a_part_that_changes_parameters_is_warned_of_once(
+    pool: Pool, tmp_path: Path, sharded: str
+) -> None:
+    """Parameters are 8 to 130 % off where they are divided by it. A step and a load are no such
+    changes."""
+    ranks = 4 if sharded else 2
+    first, *others = pool.run(_warnings, PLAN + sharded, str(tmp_path), world_size=ranks)
+    steps, loads, another, norms, again = first
+    assert (steps, loads, another, again) == ("", "", "", "")
+    assert norms.startswith("`stack.blocks.0.q.weight`, (32, 32), was changed outside of")
+    assert "split over the tp axis" in norms
+    assert others == [[""] * 5] * (ranks - 1)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("plan", ["dp_shard=2", "dp_replicate=2"])
+def test_norms_of_whole_parameters_and_of_shards_are_right_without_a_word(
+    pool: Pool, plan: str
+) -> None:
+    for error, said in pool.run(_error_of_norms, plan, world_size=2):
+        assert error < 1e-6
+        assert said == []
+
+
+def _error_of_norms(plan: str) -> tuple[float, list[str]]:
+    reference, parallel = spread(Case(Normed, _batch), plan, rows=ROWS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallel.train_step(local_rows(parallel, _batch(ROWS), ROWS))
+        parallel.load_state_dict(reference.state_dict())
+        parallel.eval_step(local_rows(parallel, _batch(ROWS), ROWS))
+        _normalised(parallel.parameters())
+        _normalised(reference.parameters())
+        parallel.eval_step(local_rows(parallel, _batch(ROWS), ROWS))
+    return state_error(parallel, reference), [str(warning.message) for warning in caught]
