@@ -22,6 +22,7 @@ from advisor.search.cache import SearchCache
 from advisor.search.columns import ROUNDING
 from advisor.search.legal import Styles, expert_degrees
 from advisor.search.ranking import (
+    FITS_HOST,
     Candidate,
     fastest_first,
     simplest_first,
@@ -168,7 +169,7 @@ def offload_where_nothing_fits(deciding: Deciding) -> None:
             )
             tried.append(search)
             search.fastest(search.rows)
-            if search.left_out["fits-host"]:
+            if search.left_out[FITS_HOST]:
                 short.append(offload)
         deciding.searches += tried
         if deciding.take(tried):

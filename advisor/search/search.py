@@ -70,7 +70,7 @@ class Search:
         self._played: set[int] = set()
         self._may_fit_with_borders: set[int] = set()
         self.usable_bytes = policy.usable_bytes(costs.facts.cluster.device)
-        self._lacks_host = _needs_host(space, costs.facts.cluster)
+        self._lacks_host = _lacks_host(space, costs.facts.cluster)
         missing = self.bounds.peak_high_bytes * (1 - ROUNDING) - self.usable_bytes
         # It is not known how much rows miss that have no borders with which they fit.
         some = np.where(np.isinf(self.bounds.fitting_s), np.finfo(float).tiny, 0.0)
@@ -399,7 +399,7 @@ class Search:
             yield np.asarray(rows[group])
 
 
-def _needs_host(space: Space, cluster: ClusterProfile) -> bool:
+def _lacks_host(space: Space, cluster: ClusterProfile) -> bool:
     """Return True if all rows offload states to a main memory of unknown size: none fits."""
     plan = plan_with(offload=space.offload, offload_to=space.offload_to)
     is_host = space.offload_to is OffloadTo.HOST and cluster.host_memory_bytes is None

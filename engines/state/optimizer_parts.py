@@ -107,10 +107,8 @@ def _why_apart(
             name, whole, parts = run(settings)
         except Exception:  # whatever a user's class raises: it is not refused for that
             continue
-        scale = whole.abs().max().item()
-        difference = (whole - parts).abs().max().item() / scale if scale else 0.0
-        if difference > _ROUNDING:
-            return f"{name} looks at {looks_at} by {format_percent(difference)}"
+        if (difference := _difference(whole, parts)) > _ROUNDING:
+            return f"{name} looks at {looks_at} by {_percent(difference)}"
     return ""
 
 
@@ -127,14 +125,22 @@ def why_not_chunked(given: Given | None) -> str:
         _, chunked = _stepped(given, chunked=True)
     except Exception:  # whatever a user's class raises: it is not refused for that
         return ""
-    scale = joint.abs().max().item()
-    difference = (joint - chunked).abs().max().item() / scale if scale else 0.0
-    if difference <= _ROUNDING:
+    if (difference := _difference(joint, chunked)) <= _ROUNDING:
         return ""
     return (
         f"{name} looks at all parameters at a time: stepped one after the other, they differ by"
-        f" {format_percent(difference)}"
+        f" {_percent(difference)}"
     )
+
+
+def _difference(whole: Tensor, parts: Tensor) -> float:
+    """The largest one, as a fraction of the largest number of the whole."""
+    scale = whole.abs().max().item()
+    return (whole - parts).abs().max().item() / scale if scale else 0.0
+
+
+def _percent(difference: float) -> str:
+    return format_percent(difference) if difference >= 0.0005 else "less than 0.1%"
 
 
 def _stepped(given: Given, *, chunked: bool) -> tuple[str, Tensor]:

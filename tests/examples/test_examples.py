@@ -29,7 +29,7 @@ from tests.nightly import nightly
 from tests.workers import Pool
 
 FOLDER = Path(__file__).parent
-LIMIT_S = 180.0
+LIMIT_S = 90.0
 BENCH_S = 0.5
 """Of the twenty seconds that a user's first job takes to time its links."""
 

@@ -15,7 +15,14 @@ from advisor.inputs.policy import Objective, Policy
 from advisor.search.cache import SearchCache
 from advisor.search.columns import ROUNDING, unique
 from advisor.search.legal import space_of, styles_of
-from advisor.search.ranking import Candidate, preferred, simplicity, simplicity_columns, weigh
+from advisor.search.ranking import (
+    FITS_HOST,
+    Candidate,
+    preferred,
+    simplicity,
+    simplicity_columns,
+    weigh,
+)
 from advisor.search.search import Search
 from advisor.search.stages import StageSearch
 from engines.plan import Offload, OffloadTo, PartialPlan
@@ -247,6 +254,19 @@ def test_no_estimate_is_below_its_bound_and_the_preferred_plan_equals_brute_forc
             assert search.nearest(search.rows) == nearest_miss(every)
         return
     assert best == preferred(fitting, policy)
+
+
+def test_no_plan_is_estimated_whose_states_wait_in_main_memory_of_unknown_size() -> None:
+    """The devices have room for each of them."""
+    whole = facts(llama(3), gpus(1, 4, memory_gib=80.0), batch=8)
+    unknown = whole.cluster.model_copy(update={"host_memory_bytes": None})
+    whole = whole.model_copy(update={"cluster": unknown})
+    search = searched(whole, Policy(), Offload.STATES)
+    assert search.fastest(search.rows) is None
+    assert not search.weighed
+    every = all_of(search, whole, Policy())
+    assert {candidate.finding and candidate.finding.rule for candidate in every} == {FITS_HOST}
+    assert search.left_out == {FITS_HOST: len(every)}
 
 
 def test_rows_are_as_simple_as_their_plans() -> None:
