@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -34,6 +35,19 @@ from profiles.torch_compat.fakes import fake_tensors
 from profiles.workload.optimizers import OPTIMIZERS, OptimizerProfile, UnitUpkeep
 
 log = logging.getLogger(__name__)
+
+# Not Adadelta and Rprop, whose temporaries of one parameter go at other places of the next one's.
+_ALIKE = (
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
 
 # Code that reads an unknown number gets this one: neither 0 nor 1, which steps divide by or take
 # for a first step.
@@ -148,16 +162,14 @@ def _step_on_fakes(
     if device_kind != "cpu":
         _step_lists(optimizer)
     with _Numbers():
-        optimizer.step()
-        states = {id(p): _states(optimizer, p) for p in own}
-        with _Work(chain(own, (p.grad for p in own), *states.values())) as work:
-            optimizer.step()
+        stepped = _by_kinds if _steps_alike(optimizer) else _two_steps
+        work = stepped(optimizer, own)
     state_bytes: dict[str, int] = defaultdict(int)
     elements: dict[str, int] = defaultdict(int)
     for parameter in own:
         unit = owners[id(parameter)]
         elements[unit] += parameter.numel()
-        state_bytes[unit] += sum(s.nbytes for s in states[id(parameter)] if s.dim() > 0)
+        state_bytes[unit] += work.state_bytes[id(parameter)]
     total = sum(elements.values())
     return OptimizerProfile(
         name=type(optimizer).__name__,
@@ -176,6 +188,89 @@ def _step_on_fakes(
     )
 
 
+@dataclass(slots=True)
+class _Upkeep:
+    """The second step of some parameters; `state_bytes` of each, by its id."""
+
+    moved_bytes: int = 0
+    flop: int = 0
+    peak_bytes: int = 0
+    state_bytes: dict[int, int] = field(default_factory=dict)
+
+
+def _two_steps(optimizer: torch.optim.Optimizer, own: Sequence[nn.Parameter]) -> _Upkeep:
+    """Step all that the optimizer has; the first step makes the states."""
+    optimizer.step()
+    states = {id(p): _states(optimizer, p) for p in own}
+    with _Work(chain(own, (p.grad for p in own), *states.values())) as work:
+        optimizer.step()
+    stored = {key: sum(s.nbytes for s in each if s.dim() > 0) for key, each in states.items()}
+    return _Upkeep(work.moved_bytes, work.flop, work.peak_bytes, stored)
+
+
+def _by_kinds(optimizer: torch.optim.Optimizer, own: Sequence[nn.Parameter]) -> _Upkeep:
+    """Step one parameter of each shape and group in place of all."""
+    whole, known = _Upkeep(), set(map(id, own))
+    for group in optimizer.param_groups:
+        kinds: dict[object, _Kind] = {}
+        peak_bytes = left_bytes = 0
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                continue
+            shape = parameter.shape, parameter.stride(), parameter.dtype
+            if shape not in kinds:
+                kinds[shape] = _kind(optimizer, group, parameter)
+            kind = kinds[shape]
+            whole.moved_bytes += kind.one.moved_bytes
+            whole.flop += kind.one.flop
+            whole.state_bytes[id(parameter)] = kind.state_bytes
+            if _in_list(group):
+                peak_bytes += kind.one.peak_bytes
+            else:
+                peak_bytes = max(peak_bytes, left_bytes + kind.one.peak_bytes)
+                left_bytes = kind.left_bytes
+        whole.peak_bytes = max(whole.peak_bytes, peak_bytes)
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The upkeep of one parameter; `left_bytes` of its temporaries go when the next one's come."""
+
+    one: _Upkeep
+    state_bytes: int
+    left_bytes: int
+
+
+def _kind(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> _Kind:
+    next_one = nn.Parameter(torch.empty_like(parameter))
+    next_one.grad = torch.empty_like(next_one)
+    optimizer.param_groups = [{**group, "params": [parameter]}]
+    one = _two_steps(optimizer, [parameter])
+    optimizer.param_groups = [{**group, "params": [parameter, next_one]}]
+    both = _two_steps(optimizer, [parameter, next_one])
+    return _Kind(one, one.state_bytes[id(parameter)], both.peak_bytes - one.peak_bytes)
+
+
+def _steps_alike(optimizer: torch.optim.Optimizer) -> bool:
+    """True if parameters of one shape are stepped alike: one after another, or in lists that are
+    of one dtype each and so one for each group."""
+    dtypes = [{p.dtype for p in group["params"]} for group in optimizer.param_groups]
+    are_lists = [_in_list(group) for group in optimizer.param_groups]
+    is_mixed = any(len(own) > 1 for own, in_list in zip(dtypes, are_lists, strict=True) if in_list)
+    return type(optimizer) in _ALIKE and not is_mixed
+
+
+def _in_list(group: dict[str, Any]) -> bool:
+    return bool(group.get("foreach") or group.get("fused"))
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _owner(path: str, units: Sequence[str]) -> str:
     """The innermost unit on a parameter's path."""
     holders = [unit for unit in units if unit == "" or path.startswith(f"{unit}.")]
@@ -187,8 +282,7 @@ def _step_lists(optimizer: torch.optim.Optimizer) -> None:
 
     Adafactor has one too, and never uses it by default.
     """
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    if is_torchs and not isinstance(optimizer, torch.optim.Adafactor):
+    if _is_torchs(optimizer) and not isinstance(optimizer, torch.optim.Adafactor):
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
