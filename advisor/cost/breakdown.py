@@ -18,7 +18,8 @@ class Memory(Record):
             buffers of gathers and reductions.
         transient: temporaries and gradients of activations of the running unit, including the loss.
         batch: the batch, and the model's own buffers.
-        transfers: receive buffers of pipeline stages, for all microbatches of a round.
+        transfers: buffers of messages that a stack with states of its own keeps; torch's stages'
+            are `activations` and `transient`.
         workspaces: scratch memory of matrix-multiply libraries, in the allocator.
         context: runtime and libraries, including the buffers of NCCL or gloo.
     """

@@ -36,7 +36,7 @@ class StageBytes:
         saved: of one microbatch from its forward to its backward, with copies of the weights.
         waiting: of one that lacks only the gradients of weights.
         ending: while the last unit runs its backward; `gathering` with the copy of its parameters.
-        received: of the buffers of one microbatch; `split` further ones if backwards are split.
+        returned: of the gradient that one microbatch receives.
         whole: stages whose backward is not split.
         compute_share: share of a parameter's bytes in its copy for compute.
     """
@@ -49,8 +49,7 @@ class StageBytes:
     waiting: list[float]
     ending: list[float]
     gathering: list[float]
-    received: Floats
-    split: Floats
+    returned: list[float]
     whole: frozenset[int]
     compute_share: float
 
@@ -92,14 +91,12 @@ class RankPeaks:
         shares = self._round_shares(space, index, stages)
         microbatches = int(space.microbatches[index])
         gathers = kind.is_sharded and kind not in KEEPS_PARAMETERS
-        splits = schedule in SPLITS_BACKWARD
         resident = shares.of_parameters * stages.parameters + shares.root * stages.root
         # A rank's experts are unsharded, or have shards of their own.
         degree = self._degree(space, index)
         unsharded = stages.unsharded / degree if shards_experts else stages.unsharded
         states = self._states_share(space, index) * (stages.gradients / degree + unsharded)
         resident += states + 2 * unsharded
-        resident += microbatches * (stages.received + stages.split if splits else stages.received)
         # Gradients of an earlier round, or of earlier microbatches of this one.
         gradients, has_earlier = shares.gradients * stages.gradients, space.accumulation[index] > 1
         most = 0.0
@@ -183,7 +180,8 @@ class RankPeaks:
             for ends_of_stage in pairwise(ends)
         ]
         taken, made = np.array(retained, dtype=float).T
-        saved = between_bytes(own.saved, taken, made, plan, costs.stack)
+        arrived = np.pad(sent, (1, 0))
+        saved = between_bytes(own.saved, taken, made, plan, costs.stack, message=arrived)
         saved = saved + own.cast * (not plan.data_parallel.is_sharded)
 
         def summed(amounts: Sequence[float]) -> Floats:
@@ -193,8 +191,6 @@ class RankPeaks:
         units = microbatch.units
         unsharded = summed([unit.unsharded_bytes for unit in units])
         whole = costs.stages.whole_backwards(plan, ends)
-        split = np.pad(back, (1, 0))  # gradients of what each stage receives
-        split[list(whole)] = 0.0
         return StageBytes(
             parameters=own.parameters,
             gradients=own.gradients,
@@ -204,8 +200,7 @@ class RankPeaks:
             waiting=summed([unit.layer_bytes for unit in units]).tolist(),
             ending=own.work.tolist(),
             gathering=(own.work + own.copy).tolist(),
-            received=np.pad(sent, (1, 0)) + np.pad(back, (0, 1)),
-            split=split,
+            returned=np.pad(back, (0, 1)).tolist(),
             whole=whole,
             compute_share=own.compute_share,
         )
@@ -232,10 +227,12 @@ def _in_flight_bytes(
         whole=stages.whole if schedule in SPLITS_BACKWARD else frozenset(),
     )
     ending = stages.gathering if gathers else stages.ending
-    saved, waiting = ([amounts[n] for n in own] for amounts in (stages.saved, stages.waiting))
+    saved = [stages.saved[n] for n in own]
+    waiting = [stages.waiting[n] + stages.returned[n] for n in own]
     backwards = [moment for moment in moments if moment.kind is not PassKind.FORWARD]
     in_flight = [
         ending[own[moment.chunk]]
+        + stages.returned[own[moment.chunk]]
         + sum(n * each for n, each in zip(moment.saved, saved, strict=True))
         + sum(n * each for n, each in zip(moment.waiting, waiting, strict=True))
         for moment in backwards

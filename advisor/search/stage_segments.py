@@ -32,7 +32,7 @@ class StageSegments:
             each segment and after the last: one more than there are segments, zeros at both ends.
         compute_share: share of a parameter's bytes in its copy for compute.
         stack: whose states they are; one with states of its own releases outputs when they are
-            sent, and has no receive buffers of a round.
+            sent.
     """
 
     forward_s: Floats

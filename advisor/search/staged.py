@@ -267,10 +267,8 @@ def staged_bytes(columns: Columns) -> StagedBytes:
     first, last = (resident(end[:4]) for end in ends)
     first, last = first + space.pp * ends[0, 4], last + ends[1, 4]
 
-    in_round = np.where(space.schedule == _NAIVE, 1, space.microbatches)
     besides = np.full(len(space), message_bytes(stack) + workspace_bytes(device, stack))
-    received = in_round * columns.of(lambda g: g.least_received_bytes) * (stack.states is None)
-    besides += (2 * space.per_rank - 1) * received
+    received = columns.of(lambda g: g.least_received_bytes) * (stack.states is None)
     batch = facts.model.batch_bytes
     besides += batch.fixed + batch.per_sample * space.microbatch_size * space.forwards
     ending, ending_block = _ending_bytes(columns)

@@ -269,10 +269,9 @@ class StageSearch:
             received = segments.border_activations[rows][:, None]
             sent = segments.border_activations[columns][None, :]
             if segments.stack.states is None:
-                gradients = segments.border_gradients[columns][None, :]
-                resident += _in_round(plan) * (received + gradients)
+                resident += segments.border_gradients[columns][None, :]
             saved = between(saved_before, rows, columns)
-            saved = between_bytes(saved, received, sent, plan, segments.stack)
+            saved = between_bytes(saved, received, sent, plan, segments.stack, message=received)
             return seconds, resident, saved + between(cast_before, rows, columns) * is_whole
 
         return entries

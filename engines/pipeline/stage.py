@@ -106,7 +106,8 @@ class Stage(nn.Module):
             raise _out_of_reach()
         if torch.is_grad_enabled():
             loss = with_gradient(loss)
-        return weighted(loss, weight).reshape(1)
+        # No view, which could not be detached after its backward (see `_own_loss`).
+        return torch.stack([weighted(loss, weight)])
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         return (self._model.get_parameter(name) for name in sorted(self.segment.parameters))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -19,13 +20,75 @@ _Base: Any = PipelineStage
 
 
 class _Stage(_Base):  # type: ignore[misc]
-    """A stage whose split backward gives every weight its gradient, however often it is used.
+    """A stage whose split backward gives every weight its gradient, however often it is used, and
+    whose buffers last from a message to the end of its microbatch's backward.
 
     torch groups the weights by the nodes where they meet what depends on the inputs. In torch 2.13
     two groups that a weight joins both have it: twice the gradient, or an error about a graph that
     is freed. Earlier ones count a weight once more for each node that leads to another. Weights
     that meet nothing of the inputs are left out by all.
+
+    torch's stages have a buffer for each message of every microbatch of a round for as long as they
+    live. Here they are not used again but made anew: a gradient may be a view of one.
     """
+
+    _arriving: Sequence[Tensor | None] = ()
+    _returning: Sequence[Tensor | None] = ()
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        made: tuple[Any, ...] = super()._prepare_forward_infra(1, *args, **kwargs)
+        messages = self.args_recv_info[0]
+        self._arriving = _without_buffers(messages)
+        for microbatch in range(num_microbatches):
+            self.args_recv_info[microbatch] = tuple(map(copy, messages))
+        return made
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[Any, ...]:
+        messages: tuple[Any, ...] = super()._create_grad_recv_info(act_send_info)
+        self._returning = _without_buffers(messages)
+        return messages
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        _make_buffers(self.args_recv_info[fwd_chunk_id], self._arriving, self.device)
+        messages: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
+        return messages
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        _make_buffers(self.grad_recv_info.get(bwd_chunk_id, ()), self._returning, self.device)
+        messages: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
+        return messages
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        _make_buffers(self.grad_recv_info[mb_index], self._returning, self.device)
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self._drop_buffers(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._drop_buffers(bwd_chunk_id)
+
+    def clear_runtime_states(self) -> None:
+        for microbatch in self.args_recv_info:
+            self._drop_buffers(microbatch)
+        super().clear_runtime_states()
+
+    def _drop_buffers(self, microbatch: int) -> None:
+        _without_buffers(self.args_recv_info[microbatch])
+        _without_buffers(self.grad_recv_info.get(microbatch, ()))
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -55,6 +118,12 @@ class _EarlierStage(_Stage):
 
     has_backward: bool
 
+    def clear_runtime_states(self) -> None:
+        for microbatch in self.args_recv_info:
+            self._drop_buffers(microbatch)
+        self.fwd_cache.clear()
+        self.output_chunks.clear()
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [
             message
@@ -70,10 +139,9 @@ class _EarlierStage(_Stage):
             made: tuple[Any, ...] = super()._prepare_forward_infra(*args, **kwargs)
         finally:
             self.has_backward = trains
-        if not self.is_first:
-            for received in self.args_recv_info.values():
-                for info, meta in zip(received, self.inputs_meta, strict=True):
-                    info.buffer.requires_grad_(trains and meta.requires_grad)
+        for like, meta in zip(self._arriving, self.inputs_meta, strict=not self.is_first):
+            if like is not None:
+                like.requires_grad_(trains and meta.requires_grad)
         return made
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
@@ -121,6 +189,33 @@ class _EarlierStage(_Stage):
         ):
             if info is not None:
                 info.buffer = torch.zeros_like(info.buffer) if gradient is None else gradient
+
+
+def _without_buffers(messages: Iterable[Any]) -> list[Tensor | None]:
+    """Take the buffers of messages away, and return their layouts, without memory; None for what
+    is no message."""
+    layouts: list[Tensor | None] = []
+    for message in messages:
+        buffer = getattr(message, "buffer", None)
+        layouts.append(None if buffer is None else _layout(buffer))
+        if buffer is not None:
+            message.buffer = None
+    return layouts
+
+
+def _layout(buffer: Tensor) -> Tensor:
+    like = torch.empty_like(buffer.detach(), device="meta")
+    return like.requires_grad_(buffer.requires_grad)
+
+
+def _make_buffers(
+    messages: Sequence[Any], layouts: Sequence[Tensor | None], device: torch.device
+) -> None:
+    """Give messages that have none a buffer each, without values."""
+    for message, like in zip(messages, layouts, strict=bool(messages)):
+        if like is not None and message is not None and message.buffer is None:
+            made = torch.empty_like(like, device=device, requires_grad=like.requires_grad)
+            message.buffer = made
 
 
 STAGE: type[PipelineStage] = _Stage if hasattr(_Base, "_recv_meta") else _EarlierStage

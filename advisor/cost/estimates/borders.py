@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -106,14 +106,11 @@ def retained_over(
     )
 
 
-def received_into(borders: Sequence[Border], stage: int, *, splits: Container[int]) -> float:
-    """Bytes of receive buffers per microbatch: torch's stages allocate a tensor for each receive,
-    for every microbatch of a round, for as long as the stage lives (`_RecvInfo` in
-    torch/distributed/pipelining/stage.py). If backwards are split, gradients of the received
-    tensors stay until the round ends (`stage_backward_input`)."""
-    received = sent_over(borders, stage - 1)
+def received_into(borders: Sequence[Border], stage: int) -> tuple[float, float]:
+    """Bytes of the activations and of the gradients that a stage receives of a microbatch: our
+    stages have buffers of them from the message to the end of the backward."""
     returned = borders[stage].gradient_bytes if stage < len(borders) else 0.0
-    return received + returned + (borders[stage - 1].gradient_bytes if stage in splits else 0.0)
+    return sent_over(borders, stage - 1), returned
 
 
 def charge_sends(plan: Plan, own: Sequence[int], borders: Sequence[Border], ledger: Ledger) -> None:

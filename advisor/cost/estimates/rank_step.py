@@ -75,7 +75,8 @@ def rank_step(costs: CostContext, plan: Plan, rank: int = 0) -> RankStep:
         parts = [stage.part for stage in layout.of(rank)]
         update = costs.update_of(plan, [layout.places[stage] for stage in layout.own[rank]], [])
         order = _order(plan, rank, stages=len(layout.stages), own=layout.own[rank])
-        received = (received_bytes(layout, rank),) * layout.in_round
+        in_flight = max(sum(moment.saved) for moment in layout.in_flight(rank))
+        received = (received_bytes(layout, rank) / len(parts),) * in_flight
     return RankStep(
         stages=[_units(costs, plan, part) for part in parts],
         standing=_standing(costs, plan, parts, update, always=(*batch, *received)),

@@ -11,7 +11,7 @@ from advisor.cost.communication.exchange import stage_exchange
 from advisor.cost.communication.exposed import overlaps_gathers
 from advisor.cost.communication.replay import backward, forward
 from advisor.cost.context import CostContext
-from advisor.cost.estimates.borders import Border, retained_over
+from advisor.cost.estimates.borders import Border, received_into, retained_over
 from advisor.cost.estimates.stage_host import backward_s, forward_s, repeated_s, split_s
 from advisor.cost.load.loads import Loads
 from advisor.cost.stages.stage import StageCost
@@ -65,10 +65,16 @@ class StageCosts(Sequence[StageCost]):
         model, plan, places = self._model, self._plan, self._places[stage]
         part = self._loads.part(*places)
         received, sent = retained_over(model, plan, self._borders, stage, places)
-        key = (part.pieces, received, sent)
+        messages = received_into(self._borders, stage)
+        key = (part.pieces, received, sent, messages)
         if key not in self._chunks:
             self._chunks[key] = chunk_of(
-                plan, part, received_bytes=received, sent_bytes=sent, stack=model.stack
+                plan,
+                part,
+                received_bytes=received,
+                sent_bytes=sent,
+                messages=messages,
+                stack=model.stack,
             )
         self._memories[stage] = part, self._chunks[key], key
         return self._memories[stage]

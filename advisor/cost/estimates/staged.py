@@ -204,7 +204,7 @@ def peak_of_rank(
         update=_update(model, plan, layout, rank),
         device=model.facts.cluster.device,
         batch_bytes=model.batch_bytes(plan) + model.loads(plan).buffer_bytes,
-        buffer_bytes=layout.in_round * received,
+        buffer_bytes=received,
         copied_bytes=sum(copies),
         stack=model.stack,
         calibration=model.calibration,
@@ -212,10 +212,8 @@ def peak_of_rank(
 
 
 def received_bytes(layout: StageLayout, rank: int) -> float:
-    """Bytes of a rank's receive buffers, for each microbatch of a round."""
-    return sum(
-        received_into(layout.borders, stage, splits=layout.splits) for stage in layout.own[rank]
-    )
+    """Bytes of all that a rank's stages receive of one microbatch."""
+    return sum(sum(received_into(layout.borders, stage)) for stage in layout.own[rank])
 
 
 def _chunk(model: CostContext, plan: Plan, layout: StageLayout, stage: int) -> StageMemory:
@@ -225,6 +223,7 @@ def _chunk(model: CostContext, plan: Plan, layout: StageLayout, stage: int) -> S
         layout.stages[stage].part,
         received_bytes=received,
         sent_bytes=sent,
+        messages=received_into(layout.borders, stage),
         stack=model.stack,
     )
 

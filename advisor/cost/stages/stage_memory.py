@@ -1,7 +1,8 @@
 """Peak memory of a pipeline rank: moments of its stages plus other microbatches in flight.
 
 The fullest moments of each stage's forward and backward are those without stages. The activations
-of microbatches in flight, unsharded gradients until the round ends, and receive buffers are added.
+of microbatches in flight, what they received, and unsharded gradients until the round ends are
+added.
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ class StageMemory:
     Attributes:
         forward, backward: the fullest moments, without other microbatches and their gradients.
         first_backward: the fullest of a backward that makes all gradients, with those made so far.
-        saved_bytes: of a microbatch between its forward and its backward: activations and sent
-            outputs, but not received inputs, which stay in receive buffers.
+        saved_bytes: of a microbatch between its forward and its backward: activations, sent
+            outputs and received inputs.
         own_bytes: all activations.
+        arrived_bytes: of received inputs that a forward does not save.
+        returned_bytes: of the received gradient, until the backward is done.
         cast_bytes: autocast copies of the weights, saved as well.
         waiting_bytes: gradients between layers, if weight gradients are computed later.
     """
@@ -77,6 +80,8 @@ class StageMemory:
     first_backward: Moment
     saved_bytes: float
     own_bytes: float
+    arrived_bytes: float
+    returned_bytes: float
     cast_bytes: float
     waiting_bytes: float
 
@@ -87,6 +92,7 @@ def chunk_of(
     *,
     received_bytes: float,
     sent_bytes: float,
+    messages: tuple[float, float],
     stack: Stack = TORCH,
 ) -> StageMemory:
     """Memory of the units of `loads` as one stage of `plan`.
@@ -96,6 +102,7 @@ def chunk_of(
 
     Args:
         received_bytes, sent_bytes: of one microbatch, over the borders before and after the stage.
+        messages: bytes of the activations and of the gradients that it receives.
     """
     share, kind = loads.compute_share, plan.data_parallel
     units = loads.entries
@@ -121,33 +128,46 @@ def chunk_of(
     multiplied = sum(u.parameter_bytes * u.count * u.is_multiplied for u in loads.runs)
     cast = multiplied * share * (share != 1 and kind in WHOLE)
     own = sum(saved_bytes(unit, plan.recompute) * unit.count for unit in loads.runs)
+    arrived, returned = messages
     if stack.states is not None:
-        cast = 0.0
+        cast = arrived = returned = 0.0
+    else:
+        arrived -= min(own, received_bytes)
     return StageMemory(
         forward=forward._replace(gathered=forward.gathered + cast),
         backward=max(backwards, key=lambda moment: moment.total - moment.gradients)._replace(
             gradients=0.0
         ),
         first_backward=_fullest(backwards),
-        saved_bytes=between_bytes(own, received_bytes, sent_bytes, plan, stack),
+        saved_bytes=between_bytes(
+            own, received_bytes, sent_bytes, plan, stack, message=messages[0]
+        ),
         own_bytes=own,
+        arrived_bytes=arrived,
+        returned_bytes=returned,
         cast_bytes=cast,
         waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),
     )
 
 
 def between_bytes(
-    own: Amount, received: Amount, sent: Amount, plan: Plan, stack: Stack = TORCH
+    own: Amount,
+    received: Amount,
+    sent: Amount,
+    plan: Plan,
+    stack: Stack = TORCH,
+    *,
+    message: Amount,
 ) -> Amount:
     """Bytes that a microbatch saves in one stage, or many, between forward and backward: saved
-    activations and sent outputs, but not received inputs, which stay in receive buffers.
+    activations, sent outputs, and the buffers of the `message` that it received.
 
     In a stack with states of its own outputs are released when they were sent, unless it clones
     what it receives and holds on to what it sends.
     """
     if stack.states is None:
         taken: Amount = np.minimum(own, received)
-        return own - taken + sent
+        return own - taken + message + sent
     return own + holds_outputs(plan, stack) * (received + sent)
 
 
@@ -195,7 +215,7 @@ def stage_peak(
         in_flight: other microbatches' activations when its actions begin.
         update: of the rank's part of the parameters.
         batch_bytes: of the whole batch and the model's buffers, which every stage has.
-        buffer_bytes: receive buffers for all microbatches of a round.
+        buffer_bytes: of all that the rank's stages receive of one microbatch.
         copied_bytes: this rank's copies of tied parameters that another stage counts.
     """
     shares = round_shares(plan, device, compute_share=parts[0].compute_share, stack=stack)
@@ -205,7 +225,7 @@ def stage_peak(
     whole = shares.gradients * gradient_bytes
     each_whole = [shares.gradients * part.gradient_bytes for part in parts]
     always = shares.gathered * parameter_bytes + shares.root * root
-    own = None
+    own, standing = None, 0.0
     if stack.states is not None:
         own = resident_states(
             stack.states,
@@ -217,9 +237,8 @@ def stage_peak(
             folds_experts=stack.folds_experts,
         )
         read_out = min(READ_OUT_BUFFERS, plan.microbatches) * read_out_bytes(parts[-1])
-        idle = buffer_bytes / plan.microbatches + read_out
-        whole, buffer_bytes = own.gradients, message_bytes(stack)
-        buffer_bytes += idle * holds_outputs(plan, stack)
+        whole, standing = own.gradients, message_bytes(stack)
+        standing += (buffer_bytes + read_out) * holds_outputs(plan, stack)
 
     def at(moment: InFlight) -> Moment:
         chunk = chunks[moment.chunk]
@@ -230,12 +249,15 @@ def stage_peak(
                 during = chunk.first_backward
             gradients = during.gradients + sum(compress(each_whole, moment.has_gradients))
         saved, cast, transient = during.activations, during.gathered + always, during.transient
-        if not is_forward:
+        if is_forward:
+            saved += chunk.arrived_bytes
+        else:
             saved -= chunk.own_bytes  # of the current microbatch, which is among those in flight
+            transient += chunk.returned_bytes
         for forwards, waiting, each in zip(moment.saved, moment.waiting, chunks, strict=True):
             saved += forwards * each.saved_bytes
             cast += forwards * each.cast_bytes
-            transient += waiting * each.waiting_bytes
+            transient += waiting * (each.waiting_bytes + each.returned_bytes)
         return Moment(during.event, during.unit, gradients, saved, cast, transient, during.loss)
 
     moments = [at(moment) for moment in in_flight]
@@ -252,7 +274,7 @@ def stage_peak(
         update=update,
         device=device,
         batch_bytes=batch_bytes,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=standing,
         unsharded_bytes=sum(part.unsharded_bytes + part.whole_bytes for part in parts),
         unsharded_gradient_bytes=sum(
             part.unsharded_bytes + part.whole_gradient_bytes for part in parts

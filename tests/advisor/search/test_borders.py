@@ -175,7 +175,7 @@ def wide_in_the_middle() -> ModelProfile:
     return chain().model_copy(update={"units": tuple(units), "flow": flow, "has_loss": True})
 
 
-def test_a_border_goes_where_the_receive_buffers_of_16_microbatches_fit() -> None:
+def test_a_border_goes_where_what_16_microbatches_sent_fits() -> None:
     """33 MB of each microbatch on either side: half a GiB in the middle, a sixteenth elsewhere."""
 
     def cut_in(memory_gib: float) -> Candidate:
@@ -184,7 +184,7 @@ def test_a_border_goes_where_the_receive_buffers_of_16_microbatches_fit() -> Non
         )
         partial = PartialPlan(
             pp=2,
-            schedule=Schedule.ONE_F_ONE_B,
+            schedule=Schedule.GPIPE,
             microbatch_size=1,
             microbatches=16,
             recompute=Recompute.NONE,

@@ -52,18 +52,17 @@ def by_rank(cost: Estimate) -> list[float]:
 def test_1f1b_holds_activations_of_as_many_microbatches_as_stages_are_left() -> None:
     cost = on_cpus("pp=4 schedule=1f1b microbatches=8", units=8, ranks=4)
     peaks = by_rank(cost)
-    # A stage is two units; each microbatch in flight holds a row for each, and the output that it
-    # sent. Received inputs stay in receive buffers, one for every microbatch, and so do received
-    # gradients. Gradients of all parameters exist, and those of the unit in work once more.
+    # A stage is two units; each microbatch in flight holds a row for each, of which a later stage
+    # received the first, and the output that it sent. The one in work has received a gradient too.
+    # Gradients of all parameters exist, and those of the unit in work once more.
     states = 2 * (UNIT + UNIT + 2 * UNIT)
     work = UNIT + 2 * ROW
     update = 3 * UNIT  # Adam on CPUs steps one tensor after another
     for rank, peak in enumerate(peaks):
         in_flight = 4 - rank
-        activations = in_flight * (2 * ROW - ROW * (rank > 0) + ROW * (rank < 3))
-        buffers = 8 * ROW * ((rank > 0) + (rank < 3))
-        fullest = max(activations + work, update)
-        assert peak == pytest.approx(states + fullest + buffers + CONTEXT)
+        activations = in_flight * (2 * ROW + ROW * (rank < 3))
+        fullest = max(activations + ROW * (rank < 3) + work, update)
+        assert peak == pytest.approx(states + fullest + CONTEXT)
 
 
 def test_gpipe_holds_all_microbatches_and_naive_stages_hold_one() -> None:
@@ -71,8 +70,8 @@ def test_gpipe_holds_all_microbatches_and_naive_stages_hold_one() -> None:
     single = on_cpus("pp=4 schedule=naive microbatches=8 accumulation=2", ranks=4)
     assert [stage.in_flight for stage in every.stages] == [8] * 4
     assert [stage.in_flight for stage in single.stages] == [1] * 4
-    # Rank 0, seven microbatches of two rows and what it sent; and buffers for one, not for eight.
-    assert by_rank(every)[0] - by_rank(single)[0] == pytest.approx(7 * 3 * ROW + 7 * ROW)
+    # Rank 0, seven microbatches of two rows and what it sent.
+    assert by_rank(every)[0] - by_rank(single)[0] == pytest.approx(7 * 3 * ROW)
 
 
 def test_the_first_backward_of_a_step_makes_the_gradients_that_later_ones_add_to() -> None:
@@ -83,10 +82,10 @@ def test_the_first_backward_of_a_step_makes_the_gradients_that_later_ones_add_to
     states, in_flight, work = 2 * (UNIT + 2 * UNIT), 8 * 3 * ROW, 2 * ROW
     last_unit, first_unit = in_flight + UNIT + work, in_flight - ROW + 2 * UNIT + work
     second = in_flight - 3 * ROW + 3 * UNIT + work  # backward, one microbatch less
-    peak = states + max(last_unit, first_unit, second) + 8 * ROW + CONTEXT
+    peak = states + max(last_unit, first_unit, second) + ROW + CONTEXT  # a received gradient
     assert by_rank(first)[0] == pytest.approx(peak)
     added = 3 * UNIT  # those of the round before, and the one that is added
-    assert by_rank(later)[0] == pytest.approx(states + in_flight + added + work + 8 * ROW + CONTEXT)
+    assert by_rank(later)[0] == pytest.approx(states + in_flight + added + work + ROW + CONTEXT)
 
 
 @pytest.mark.parametrize(
