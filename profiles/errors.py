@@ -90,7 +90,7 @@ class UnknownNameError(InputError):
         where: str | None = None,
         hints: Sequence[str] = (),
     ) -> None:
-        self.name = name
+        self.name = name = str(name)  # whatever was given
         self.known = tuple(known)
         near = near_misses(name, self.known)
         if near:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from os import PathLike
 
 import torch
 from torch import nn
@@ -55,6 +56,16 @@ def require_callables(model: object, loss_fn: object) -> None:
             f"loss_fn is {a_type(loss_fn)}, it must be callable: loss_fn(output, target)",
             hints=["give a function or a module, or leave it out if the model returns its loss"],
         )
+
+
+def require_path(given: object, name: str, meaning: str) -> None:
+    """Require the path of a file or folder, or none.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if given is not None and not isinstance(given, str | PathLike):
+        raise InputError(f"{name} is {a_type(given)}", hints=[f"give a path: {meaning}"])
 
 
 def optimizer_of(given: OptimizerLike) -> torch.optim.Optimizer | OptimizerFactory | None:

@@ -19,6 +19,7 @@ from advisor.auto.arguments import (
     module_of,
     optimizer_of,
     require_callables,
+    require_path,
 )
 from advisor.auto.facts_from_module import LossFn, facts_from_module
 from advisor.auto.given_plan import (
@@ -270,6 +271,7 @@ def auto_parallelize(
             if ranks disagree or are missing.
     """
     require_callables(model, loss_fn)
+    require_path(offload_folder, "offload_folder", "a folder on a fast local disk")
     known_machines, optimizer = cluster_of(cluster), optimizer_of(optimizer)
     model = module_of(model)
     require_plain(model)
@@ -429,7 +431,10 @@ def _sequence_proof(
 
 
 def _read(anchor: Anchor | str | PathLike[str] | None) -> Anchor | None:
-    return anchor if anchor is None or isinstance(anchor, Anchor) else Anchor.load(anchor)
+    if anchor is None or isinstance(anchor, Anchor):
+        return anchor
+    require_path(anchor, "anchor", "the file that `advise check --anchor` wrote")
+    return Anchor.load(anchor)
 
 
 def _policy(objective: str, allow_lossy: bool, allow_stale: bool) -> Policy:

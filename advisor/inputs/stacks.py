@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from advisor.inputs.wrapped import ShownAsText
 from engines.plan import PartialPlan
 from engines.tensor.styles import by_pattern
-from profiles.errors import InputError, PlanError
+from profiles.errors import InputError, PlanError, a_type
 from profiles.machine.cluster import Device
 from profiles.workload.stack import COMPILED, TORCH, Loss, Selective, Stack, stack_named, stacks
 from profiles.workload.stack import compiled as compiled
@@ -22,10 +22,16 @@ def stack_of(wanted: Stack | str | None) -> Stack:
 
     Raises:
         UnknownNameError: there is no such preset; near misses are named.
+        InputError: it is something else.
     """
-    if wanted is None:
-        return TORCH
-    return stack_named(wanted) if isinstance(wanted, str) else wanted
+    if wanted is None or isinstance(wanted, Stack):
+        return wanted or TORCH
+    if isinstance(wanted, str):
+        return stack_named(wanted)
+    raise InputError(
+        f"stack is {a_type(wanted)}",
+        hints=["give a name (`advise explain stacks`), or a Stack"],
+    )
 
 
 def is_preset(stack: Stack) -> bool:

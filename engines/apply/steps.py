@@ -28,7 +28,7 @@ from engines.apply.prepare import prepare
 from engines.apply.proofs import Proofs
 from engines.apply.shard import shard
 from engines.apply.split import leave_out, make_stages, split
-from engines.apply.validate import validate
+from engines.apply.validate import require_function, require_seed, validate
 from engines.data.finite import OnNonfinite, reaction_of
 from engines.data.loss_rule import LossWeight
 from engines.data.replica_checksums import DEFAULT_EVERY, require_every
@@ -125,13 +125,15 @@ def apply_plan(
     """
     if max_grad_norm is not None:
         require_positive(max_grad_norm, "max_grad_norm")
+    require_function(loss_weight, "loss_weight", 'lambda batch: batch["mask"].sum()')
+    require_function(outer_optimizer, "outer_optimizer", "lambda params: SGD(params, lr=0.7)")
     training = Training(
         loss_fn,
         optimizer,
         loss_weight,
         max_grad_norm,
         outer_optimizer,
-        seed,
+        require_seed(seed),
         measure_noise,
         reaction_of(on_nonfinite),
         require_every(check_replicas_every),

@@ -18,7 +18,8 @@ from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.rank_agreement import require_agreement
 from engines.runtime.world import World, require_same_plan
 from engines.state.optimizer_parts import indivisible, sparse_alone, why_not_chunked
-from profiles.errors import PlanError
+from profiles.errors import InputError, PlanError, a_type
+from profiles.record.bounds import is_whole
 from profiles.workload.optimizers import DIVISIBLE
 
 
@@ -28,6 +29,29 @@ def validate(build: Build) -> None:
     require_agreement(topics_of(build), build.world)
     with all_ranks_succeed("checking the plan", timeout_s=build.world.timeout_s):
         _require_possible(build)
+
+
+def require_function(given: object, name: str, example: str) -> None:
+    """Require what can be called, or nothing.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if given is not None and not callable(given):
+        raise InputError(
+            f"{name} is {a_type(given)}, it must be callable", hints=[f"`{name}={example}`"]
+        )
+
+
+def require_seed(seed: int) -> int:
+    """`seed`, if torch's generators take it.
+
+    Raises:
+        InputError: it is no whole number, or beyond 64 bits.
+    """
+    if not is_whole(seed, least=-(2**63)) or seed >= 2**64:
+        raise InputError(f"`seed` wants a whole number of 64 bits, not `{seed!s:.40}`")
+    return seed
 
 
 def _require_possible(build: Build) -> None:

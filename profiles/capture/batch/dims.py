@@ -25,7 +25,7 @@ from profiles.capture.batch.tree import (
     describe,
     map_nodes,
 )
-from profiles.errors import BatchError, UnknownNameError
+from profiles.errors import BatchError, UnknownNameError, a_type
 
 Dim: TypeAlias = int | Literal["elements"] | None
 Dims: TypeAlias = Mapping[str, Dim]
@@ -208,6 +208,11 @@ def _by_name(batch: Batch, said: SaidDims) -> dict[str, Dim]:
         return {}
     if isinstance(said, int):
         said = {"input": said}
+    elif not isinstance(said, Mapping | Sequence):
+        raise BatchError(
+            f"batch_dims is {a_type(said)}",
+            hints=['give a number for each value: (0, 1), or by name {"positions": None}'],
+        )
     elif not isinstance(said, Mapping):
         said = {f"element {number}": dim for number, dim in enumerate(said)}
     fixed: dict[str, Dim] = {}

@@ -36,6 +36,9 @@ def test_a_cluster_by_name_and_this_machine() -> None:
         ({"cluster": 8}, r"a number of devices does not say which[\s\S]*8xH100-SXM-80GB"),
         ({"loss_fn": "mse"}, "loss_fn is a str, it must be callable"),
         ({"plan": 8}, 'plan is an int[\\s\\S]*give "dp_shard=8"'),
+        ({"stack": 8}, "stack is an int[\\s\\S]*advise explain stacks"),
+        ({"anchor": 8}, "anchor is an int[\\s\\S]*advise check --anchor"),
+        ({"batch_dims": 0.5}, "batch_dims is a float[\\s\\S]*a number for each value"),
         ({"sample": None}, "a NoneType is not a batch"),
         ({"sample": ()}, "the batch holds no tensor"),
         (
@@ -52,6 +55,27 @@ def test_an_argument_of_another_kind_says_what_to_give(
     given = {"sample": case.batch(2), "loss_fn": token_loss, "cluster": cpu_ranks(1), **argument}
     with pytest.raises(InputError) as caught:
         call(case.build(), **given)
+    caught.match(message)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"loss_weight": 2}, "loss_weight is an int, it must be callable"),
+        ({"outer_optimizer": "sgd"}, "outer_optimizer is a str, it must be callable"),
+        ({"offload_folder": 0.5}, "offload_folder is a float[\\s\\S]*fast local disk"),
+        ({"on_nonfinite": 7}, r"unknown reaction `7`[\s\S]*stop, skip, ignore"),
+        ({"seed": "x"}, "`seed` wants a whole number of 64 bits, not `x`"),
+        ({"seed": 2**64}, "`seed` wants a whole number of 64 bits"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_before_the_training(
+    argument: dict[str, Any], message: str
+) -> None:
+    case = CASES["gpt"]
+    given = {"sample": case.batch(2), "loss_fn": token_loss, "cluster": cpu_ranks(1), **argument}
+    with pytest.raises(InputError) as caught:
+        auto_parallelize(case.build(), **given, plan="", learns=False)
     caught.match(message)
 
 
