@@ -36,6 +36,7 @@ from engines.offload.pool import Folder
 from engines.optional.manual_placement import with_devices_of
 from engines.parallel import LossFn, ParallelModel, SchedulerFactory
 from engines.plan import Plan
+from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.world import World, join_world, rank_error_context
 from engines.state.optimizer import OptimizerFactory
 from engines.state.weights import Weights
@@ -123,23 +124,25 @@ def apply_plan(
         ModelError: parameters that nothing gives values, `weights` that do not fit, or nothing to
             train.
     """
-    if max_grad_norm is not None:
-        require_positive(max_grad_norm, "max_grad_norm")
-    require_function(loss_weight, "loss_weight", 'lambda batch: batch["mask"].sum()')
-    require_function(outer_optimizer, "outer_optimizer", "lambda params: SGD(params, lr=0.7)")
-    training = Training(
-        loss_fn,
-        optimizer,
-        loss_weight,
-        max_grad_norm,
-        outer_optimizer,
-        require_seed(seed),
-        measure_noise,
-        reaction_of(on_nonfinite),
-        require_every(check_replicas_every),
-        scheduler,
-    )
-    profile, world = with_devices_of(profile, model), world or join_world()
+    world = world or join_world()
+    with all_ranks_succeed("checking the arguments", timeout_s=world.timeout_s):
+        if max_grad_norm is not None:
+            require_positive(max_grad_norm, "max_grad_norm")
+        require_function(loss_weight, "loss_weight", 'lambda batch: batch["mask"].sum()')
+        require_function(outer_optimizer, "outer_optimizer", "lambda params: SGD(params, lr=0.7)")
+        training = Training(
+            loss_fn,
+            optimizer,
+            loss_weight,
+            max_grad_norm,
+            outer_optimizer,
+            require_seed(seed),
+            measure_noise,
+            reaction_of(on_nonfinite),
+            require_every(check_replicas_every),
+            scheduler,
+        )
+    profile = with_devices_of(profile, model)
     build = Build(model, plan, profile, cluster, world, training)
     validate(build)
     prepare(build, sample, weights, offload_folder, proofs or Proofs())

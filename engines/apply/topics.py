@@ -101,6 +101,7 @@ def _settings(training: Training) -> dict[str, list[str]]:
         "`seed`": [str(training.seed)],
         "`measure_noise`": [str(training.measure_noise)],
         "`on_nonfinite`": [training.on_nonfinite],
+        "`scheduler`": ["none" if training.scheduler is None else "one"],
         "`check_replicas_every`": [str(training.check_replicas_every)],
         "`loss_weight`": [
             ", ".join(text for (text,) in _code_facts(training.loss_weight).values())

@@ -81,13 +81,20 @@ def agreed_name(store: dist.Store, rank: int, size: int, *, timeout_s: float) ->
     got it. Names of earlier attempts are answered in vain.
 
     Raises:
-        RankError: on the first rank, names those that did not come in time.
+        RankError: on the first rank, names those that did not come in time; on others, the first.
     """
     own = secrets.token_hex(8)
     if rank:
         store.set(f"advisor/join/{rank}", own)
         answer = f"advisor/attempt/{own}"
-        store.wait([answer], timedelta(seconds=timeout_s))
+        try:
+            store.wait([answer], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            raise RankError(
+                f"rank 0 did not come within {timeout_s:.0f} s",
+                where=f"rank {rank} of {size}, joining the job",
+                hints=["look at the output of rank 0: it failed or never started"],
+            ) from None
         name = store.get(answer).decode()
         store.set(f"advisor/joined/{name}/{rank}", "")
         return name

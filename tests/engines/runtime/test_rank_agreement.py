@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
 
 from engines.apply import apply_plan, topics
 from engines.plan import Plan
 from engines.runtime.fake_world import fake_world
 from engines.runtime.rank_agreement import Topic, require_agreement
 from engines.runtime.world import World, join_world
-from profiles.errors import RankMismatchError
+from profiles.errors import AdvisorError, RankMismatchError
 from profiles.model.profile import ModelProfile
 from tests.engines.cases import CASES, TiedFrozenGPT, TinyGPT, cpu_ranks, profile_of, token_loss
 from tests.engines.parity import HSDP, local_rows, parallelize, sgd
@@ -124,6 +125,11 @@ GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"optimizer": sgd},
         "optimizer class: ranks 0-2 have torch.optim.adamw.AdamW, rank 3 has torch.optim.sgd.SGD",
     ),
+    "scheduler": (
+        {},
+        {"scheduler": lambda optimizer: ExponentialLR(optimizer, 0.9)},
+        "setting `scheduler`: ranks 0-2 have none, rank 3 has one",
+    ),
     "groups": (
         {"optimizer": functools.partial(_in_groups, first=2)},
         {"optimizer": functools.partial(_in_groups, first=3)},
@@ -175,6 +181,23 @@ def test_stages_and_shards_are_compared_before_they_are_made(pool: Pool) -> None
             assert {name: text for name, (text, _) in texts.items()} == {
                 name: GIVEN[name][2] for name in names
             }
+
+
+def _refused(profile: ModelProfile) -> tuple[str, float]:
+    """The first rank is given a norm that is none."""
+    given = {"max_grad_norm": 1.0 if dist.get_rank() else -1.0, "loss_fn": token_loss}
+    began = time.monotonic()
+    with pytest.raises(AdvisorError) as caught:
+        _apply("dp_replicate=2", profile, {"model": TinyGPT, **given})
+    return caught.value.what, time.monotonic() - began
+
+
+@pytest.mark.dist
+def test_a_setting_that_one_rank_refuses_is_said_on_the_others_at_once(pool: Pool) -> None:
+    profile = profile_of(CASES["gpt"], TinyGPT())
+    (first, _), (other, took_s) = pool.run(_refused, profile, world_size=2, timeout_s=30)
+    assert other == f"rank 0 failed: InputError: {first}"
+    assert took_s < BOUND_S
 
 
 def _topics_differ() -> str:

@@ -62,6 +62,11 @@ def test_the_first_rank_names_those_that_did_not_come() -> None:
         agreed_name(store, 0, 3, timeout_s=0.05)
 
 
+def test_another_rank_names_the_first_where_that_did_not_come() -> None:
+    with pytest.raises(RankError, match="rank 0 did not come within 0 s"):
+        agreed_name(dist.HashStore(), 2, 3, timeout_s=0.05)
+
+
 # A rank is killed in each attempt but the last; what it published must not reach the next one.
 PROGRAM = """
 import os, random, signal, sys
