@@ -57,7 +57,7 @@ def plan_for_world_size(plan: PlanLike, world: World) -> PartialPlan:
     """
     assert isinstance(plan, str | PathLike)
     path = Path(os.fspath(plan).replace(WORLD_SIZE, str(world.size)))
-    if path.exists():
+    if os.path.exists(path):
         return load_plan(path).as_partial()
     if world.rank == 0:
         log.warning("there is no `%s`: the plan of %d ranks is decided anew", path, world.size)

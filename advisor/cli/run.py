@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -159,8 +160,9 @@ def _require_script(read: Words) -> None:
     is_file = not {"-m", "--module", "--no-python"} & set(read.options)
     if is_file and not os.path.isfile(read.script):
         folder = os.path.dirname(read.script) or "."
-        entries = os.scandir(folder) if os.path.isdir(folder) else ()
-        there = [entry.name for entry in entries if entry.is_file()]
+        there: list[str] = []
+        with contextlib.suppress(OSError):  # no folder, or none that may be read
+            there = [n for n in os.listdir(folder) if os.path.isfile(os.path.join(folder, n))]
         near = near_misses(os.path.basename(read.script), there, limit=1)
         what = "it is a folder" if os.path.isdir(read.script) else "no such file"
         raise FileError(

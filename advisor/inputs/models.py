@@ -11,6 +11,7 @@ import of torch or transformers.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -320,8 +321,8 @@ def _shape(name: str) -> GPTConfig:
     if name in SHAPES:
         return SHAPES[name]
     config, code = Path(name) / CONFIG, f"{name.removesuffix('.py')}.py"
-    inside = [f"did you mean `{config}`?"] if config.is_file() else []
-    if Path(code).is_file():
+    inside = [f"did you mean `{config}`?"] if os.path.isfile(config) else []
+    if os.path.isfile(code):
         inside.append(f"name its function, as in `{code}:build_model`")
     raise UnknownNameError("model", name, SHAPES, hints=[*inside, f"MODEL is {KINDS}"])
 

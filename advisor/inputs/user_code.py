@@ -77,7 +77,7 @@ def _import_file(name: str) -> ModuleType:
 
 def _existing(name: str) -> Path:
     path = Path(name).resolve()
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     near = near_misses(path.name, [file.name for file in path.parent.glob("*.py")])
     hints = [f"did you mean `{Path(name).parent / item}`?" for item in near]

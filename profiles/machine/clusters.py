@@ -70,7 +70,7 @@ def resolve_cluster(text: str) -> ClusterProfile:
         cluster = ClusterProfile.load(path)
         _require_links(cluster, where=text)
         return cluster
-    if path.suffix == ".toml" or os.sep in text or path.is_file():
+    if path.suffix == ".toml" or os.sep in text or os.path.isfile(text):
         return load_cluster(path)
     return cluster_from_name(text)
 

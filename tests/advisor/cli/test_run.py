@@ -233,3 +233,20 @@ def test_a_folder_is_no_script_and_no_near_miss(started: Started) -> None:
     assert (result.exit_code, started.line) == (2, [])
     assert "error: cannot read `train`: it is a folder" in result.stderr
     assert "hint: did you mean `train.py`?" in result.stderr
+
+
+def test_a_link_to_itself_beside_the_script_is_no_near_miss(started: Started) -> None:
+    os.symlink("trian.py", "trian.py")
+    result = CliRunner().invoke(cli, ["run", "trian.py"])
+    assert result.exit_code == 2
+    assert "hint: did you mean `train.py`?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [(["plan", "x" * 5000], "model"), (["plan", "gpt-10m", "--cluster", "x" * 300], "accelerator")],
+)
+def test_a_name_that_no_file_can_have_is_an_unknown_one(words: list[str], kind: str) -> None:
+    result = CliRunner().invoke(cli, words)
+    assert result.exit_code == 2
+    assert f"unknown {kind} `xxx" in result.stderr
