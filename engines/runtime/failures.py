@@ -24,7 +24,9 @@ from profiles.torch_compat.gloo import reconnect_groups
 LOOK_EVERY_S = 5.0
 LAST_WORDS_S = 5.0
 """For other ranks to read them, where this process runs the store that they ask."""
-STORE_GONE = "the rendezvous store does not answer: its process ended, as a rule that of rank 0"
+STORE_GONE = (
+    "the rendezvous store does not answer: its process ended or is stopped, as a rule rank 0"
+)
 LEFT, ENDED = "left", "ended"
 """Last words of a rank under its `alive_key`: it left the group, or its process ends."""
 _FAILED = "advisor/failed"

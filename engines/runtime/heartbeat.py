@@ -40,6 +40,7 @@ from engines.runtime.failures import (
 from profiles.errors import RankError
 from profiles.record import json_object
 from profiles.torch_compat import default_store, is_tcp, second_line
+from profiles.torch_compat.store import hang_up
 from profiles.units import format_seconds
 
 log = logging.getLogger(__name__)
@@ -65,9 +66,12 @@ class Heartbeat:
         self._looked = float("-inf")
         self._named: tuple[int | None, list[int]] = None, []
         self._ended = threading.Event()
+        self._beats = 0
+        self._has_hung_up = False
         store.set(alive_key(rank), "0")  # from now on the rank before watches this one
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch_store, name="store watch", daemon=True).start()
 
     def belongs_to(self, group: object) -> bool:
         """True if it beats for this default group."""
@@ -94,6 +98,21 @@ class Heartbeat:
                 else:
                     time.sleep(0.05)
 
+    def _watch_store(self) -> None:
+        """Hang up where a beat does not end: the process of the store is stopped.
+
+        Turns are counted, not seconds: the whole job may have been suspended.
+        """
+        seen, turns = -1, 0
+        while self._thread.is_alive():
+            time.sleep(EVERY_S)
+            seen, turns = self._beats, turns + 1 if self._beats == seen else 0
+            if turns * EVERY_S > SILENT_S:
+                self._has_hung_up = True
+                hang_up(self._store)
+                close_all_connections()  # there is no store to ask who failed
+                return
+
     def _run(self) -> None:
         beats, seen = 0, ""
         since = last = time.monotonic()
@@ -116,6 +135,8 @@ class Heartbeat:
                 problem = f"rank {self._next} shows no sign of life: it is stopped, or its node is"
                 problem += " gone"
             except RuntimeError:
+                if self._has_hung_up:
+                    return
                 latest, problem = seen, "the rendezvous store does not answer"
             if latest != seen or not seen:  # not seen: the next rank does not beat yet
                 seen, since = latest, now
@@ -125,6 +146,7 @@ class Heartbeat:
                 publish_failure(f"{problem} (for {SILENT_S:.0f} s); {waits}", self._store)
                 close_all_connections()
                 return
+            self._beats = beats
             if first_failure(self._store):
                 close_all_connections()  # this rank may wait for one that will never come
                 return

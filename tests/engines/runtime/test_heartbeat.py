@@ -89,6 +89,28 @@ def test_a_stopped_rank_is_named_on_all_others(mode: str) -> None:
     assert all("rank 1 shows no sign of life: it is stopped" in text for text in texts), texts
 
 
+def _without_rank_0(is_in_collective: bool) -> str:
+    """The first rank runs the store of the job, and is stopped with it."""
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), TIMEOUT_S)
+    heartbeat.SILENT_S = 1.5
+    dist.all_reduce(torch.ones(1))
+    if world.rank == 0:
+        stop()
+    with rank_error_context("adding"):
+        if not is_in_collective:
+            require_same("thing", "one one", world)
+        dist.all_reduce(torch.ones(1))
+    return "done"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("is_in_collective", [True, False])
+def test_no_rank_waits_for_a_store_whose_process_is_stopped(is_in_collective: bool) -> None:
+    """torch would: its limits are of what the store does, not of the store."""
+    texts = fault_jobs.answers(_without_rank_0, is_in_collective, ranks=2, without=(0,))
+    assert all("rank 0" in text and "store" in text for text in texts), texts
+
+
 @pytest.mark.dist
 def test_a_rank_that_loops_in_a_step_is_named_with_its_step_and_the_place_in_its_code() -> None:
     for text in answers("loops"):
