@@ -18,6 +18,9 @@ def hang_up(store: dist.Store) -> None:
     """
     port = cast(Any, getattr(store, "_underlying_non_prefix_store", store)).port
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as line:
-            if line.getpeername()[1:2] == (port,):
-                line.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # closed meanwhile
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as line:
+                if line.getpeername()[1:2] == (port,):
+                    line.shutdown(socket.SHUT_RDWR)
