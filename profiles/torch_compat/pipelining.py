@@ -63,8 +63,17 @@ class _Stage(_Base):  # type: ignore[misc]
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        _make_buffers(self.grad_recv_info[mb_index], self._returning, self.device)
+        self._make_room(next_stage_bwd_outputs, mb_index)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _make_room(self, gradients: Sequence[Tensor | None], microbatch: int) -> None:
+        """Make buffers for the zeros that stand for gradients which a stage of this rank has not
+        found; arguments by name come last, and have none."""
+        missing = [
+            message if gradient is None else None
+            for message, gradient in zip(self.grad_recv_info[microbatch], gradients, strict=False)
+        ]
+        _make_buffers(missing, self._returning, self.device)
 
     def backward_one_chunk(
         self,
@@ -183,7 +192,7 @@ class _EarlierStage(_Stage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        # Those of the arguments by name come last, as above.
+        self._make_room(next_stage_bwd_outputs, mb_index)
         for info, gradient in zip(
             self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=False
         ):

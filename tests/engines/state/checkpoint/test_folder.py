@@ -220,7 +220,7 @@ def test_a_step_that_was_not_saved_is_an_error_with_those_that_were(tmp_path: Pa
     assert "it has 1, 2, 3" in str(caught.value)
 
 
-@pytest.mark.parametrize("step", ["lates", None, 2.0])
+@pytest.mark.parametrize("step", ["last", None, 2.0])
 def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
     """Else the newest one would be loaded in its place."""
     parallel = three_saves(tmp_path)
