@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from profiles.capture.fakes.tensors import preserved_random_state
 from profiles.capture.module.experts import experts_of
 from profiles.errors import PlanError, a_type
+from profiles.torch_compat import tensors_in, version_of
 
 TOLERANCE = 1e-4
 """Relative; sums in another order differ by far less, other experts by the order of 1."""
@@ -50,7 +51,8 @@ def require_separable(path: str, module: nn.Module, *, size: int) -> None:
     """Require that slices of the experts compute their parts of the whole, on random tokens.
 
     Raises:
-        PlanError: they do not, or an expert's output is not proportional to its weight.
+        PlanError: they do not, an expert's output is not proportional to its weight, or a call
+            leaves something beside its result.
     """
     with torch.no_grad(), preserved_random_state():
         why_not = _why_not(module, size)
@@ -66,47 +68,86 @@ def require_separable(path: str, module: nn.Module, *, size: int) -> None:
 def _why_not(module: nn.Module, size: int) -> str:
     total = experts_of(module)
     generator = torch.Generator().manual_seed(20)
-    own = _with_values(dict(module.named_parameters(recurse=False)), generator)
-    like = next(weight for weight in own.values() if weight.dim() == 3)
+    state = _with_values(module, generator)
+    like = next(p for p in module.parameters(recurse=False) if p.dim() == 3)
     count = TOKENS_AN_EXPERT * total
-    chosen = torch.stack([torch.randperm(total, generator=generator)[:2] for _ in range(count)])
-    chosen = chosen.to(like.device)
-    weights = (torch.rand(count, chosen.shape[1], generator=generator) + 0.5).to(like)
+    spread = torch.stack([torch.randperm(total, generator=generator)[:2] for _ in range(count)])
+    spread = spread.to(like.device)
+    weights = (torch.rand(count, spread.shape[1], generator=generator) + 0.5).to(like)
     for width in dict.fromkeys(like.shape[1:]):  # whichever of the two a token is
         hidden = torch.randn(count, width, generator=generator).to(like)
+        before = _kept_by(module, state)
         try:
-            whole = torch.func.functional_call(module, own, (hidden, chosen, weights))
+            whole = torch.func.functional_call(module, state, (hidden, spread, weights))
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             why_not = (str(error).strip().splitlines() or [type(error).__name__])[0]
             continue
         if not isinstance(whole, Tensor) or whole.shape != hidden.shape:
             why_not = "it does not return tokens"
             continue
-        added = torch.zeros_like(whole)
-        try:
-            for rank in range(size):
-                added += _part(module, own, hidden, chosen, weights, rank=rank, size=size)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            return (str(error).strip().splitlines() or [type(error).__name__])[0]
-        bound = TOLERANCE if whole.dtype is torch.float32 else 0.05  # of half precision
-        differs = (added - whole).abs().max() > bound * whole.abs().max()
-        return "their parts do not add up to the whole" if differs else ""
+        kept = _kept_by(module, state) - before
+        if kept:
+            return f"a call keeps `{min(kept)[0]}`, which would be of other tokens"
+        # An expert that drops tokens beyond its share of them does so where all choose it.
+        for chosen in (spread, spread[:1, :1].expand(count, 1)):
+            taken = weights[:, : chosen.shape[1]]
+            difference = _difference(module, state, hidden, chosen, taken, size=size)
+            if difference:
+                return difference
+        return ""
     return why_not
 
 
-def _with_values(own: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-    """Random values in place of those on the meta device; one module's at a time."""
+def _difference(
+    module: nn.Module,
+    state: Mapping[str, Tensor],
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    *,
+    size: int,
+) -> str:
+    """Of the parts' sum from the whole; empty if they are equal."""
+    added = torch.zeros_like(hidden)
+    try:
+        whole = torch.func.functional_call(module, dict(state), (hidden, chosen, weights))
+        for rank in range(size):
+            added += _part(module, state, hidden, chosen, weights, rank=rank, size=size)
+    except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    bound = TOLERANCE if whole.dtype is torch.float32 else 0.05  # of half precision
+    is_equal = (added - whole).abs().max() <= bound * whole.abs().max()
+    return "" if is_equal else "their parts do not add up to the whole"
+
+
+def _with_values(module: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
+    """Its parameters and buffers at other numbers, one module's at a time: what is zero or one at
+    the start of a training would hide whose number an expert takes."""
+    state: dict[str, Tensor] = {}
+    for name, weight in [*module.named_parameters(), *module.named_buffers()]:
+        value = torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight
+        if value.is_floating_point():
+            drawn = torch.rand(value.shape, generator=generator).to(value)
+            moved = value + drawn * value.abs().mean().clamp(min=0.04)
+            value = torch.where(value.isfinite(), moved, value)
+        state[name] = value.clone()
+    return state
+
+
+def _kept_by(module: nn.Module, state: Mapping[str, Tensor]) -> set[tuple[str, int, int]]:
+    """The tensors that its attributes and buffers hold: their names, which they are, and how often
+    they were written to."""
+    attributes = [item for each in module.modules() for item in vars(each).items()]
     return {
-        name: torch.randn(weight.shape, generator=generator).to(weight.dtype).mul_(0.02)
-        if weight.is_meta
-        else weight
-        for name, weight in own.items()
+        (name, id(tensor), version_of(tensor))
+        for name, value in [*attributes, *state.items()]
+        for tensor in tensors_in(value)
     }
 
 
 def _part(
     module: nn.Module,
-    own: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
     hidden: Tensor,
     chosen: Tensor,
     weights: Tensor,
@@ -116,12 +157,15 @@ def _part(
 ) -> Tensor:
     """The output of one rank's experts, each called alone on its tokens and weighted afterwards."""
     each = experts_of(module) // size
-    slices = {name: weight.narrow(0, rank * each, each) for name, weight in own.items()}
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    slices = {name: state[name].narrow(0, rank * each, each) for name in own}
     token, place = ((chosen // each) == rank).nonzero(as_tuple=True)
     numbers = (chosen[token, place] - rank * each)[:, None]
     with counting(module, each):
         made = torch.func.functional_call(
-            module, slices, (hidden[token], numbers, torch.ones_like(weights[token, :1]))
+            module,
+            {**state, **slices},
+            (hidden[token], numbers, torch.ones_like(weights[token, :1])),
         )
     weighted = made * weights[token, place, None]
     return torch.zeros_like(hidden).index_add(0, token, weighted)

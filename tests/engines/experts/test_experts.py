@@ -70,6 +70,72 @@ def test_expert_activations_must_be_in_proportion_to_their_weights() -> None:
         require_separable("mixture", Mixture(power=2), size=2)
 
 
+class Scaled(Mixture):
+    """A factor for each expert, which training code changes; all are one at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Buffer(torch.ones(4))
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        scales = torch.stack([(chosen == n) * self.scale[n] for n in range(self.num_experts)])
+        return super().forward(hidden, chosen, weights * scales.sum(0))
+
+
+class Penalised(Mixture):
+    """Its block adds `penalty` to the loss."""
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        mixed = super().forward(hidden, chosen, weights)
+        self.penalty = mixed.square().mean()
+        return mixed
+
+
+class Counting(Mixture):
+    """Counts the tokens of each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = nn.Buffer(torch.zeros(4, dtype=torch.long))
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        self.counts.add_(chosen.flatten().bincount(minlength=4))
+        return super().forward(hidden, chosen, weights)
+
+
+class Bounded(Mixture):
+    """An expert takes no more than 1.5 times its share of the tokens."""
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        most = int(1.5 * chosen.numel() / self.num_experts)
+        taken = torch.stack([(chosen == n).flatten().cumsum(0) for n in range(self.num_experts)])
+        place = taken.gather(0, chosen.reshape(1, -1)).view(chosen.shape)
+        return super().forward(hidden, chosen, weights * (place <= most))
+
+
+def test_experts_are_told_apart_by_numbers_that_are_equal_at_first() -> None:
+    with pytest.raises(PlanError, match="their parts do not add up to the whole"):
+        require_separable("mixture", Scaled(), size=2)
+    still = Mixture(power=2)
+    nn.init.zeros_(still.weight)
+    nn.init.zeros_(still.bias)
+    with pytest.raises(PlanError, match="their parts do not add up to the whole"):
+        require_separable("mixture", still, size=2)
+
+
+@pytest.mark.parametrize(("mixture", "name"), [(Penalised, "penalty"), (Counting, "counts")])
+def test_experts_keep_nothing_of_tokens_that_other_ranks_sent(
+    mixture: type[Mixture], name: str
+) -> None:
+    with pytest.raises(PlanError, match=f"a call keeps `{name}`"):
+        require_separable("mixture", mixture(), size=2)
+
+
+def test_experts_that_drop_tokens_beyond_a_capacity_are_refused() -> None:
+    with pytest.raises(PlanError, match="their parts do not add up to the whole"):
+        require_separable("mixture", Bounded(), size=2)
+
+
 @pytest.mark.parametrize(
     ("name", "count"), [("mixtral", 3), ("Qwen 3 MoE", 4), ("GPT-OSS", 4), ("DeepSeek-V3", 4)]
 )
