@@ -24,7 +24,7 @@ from engines.experts.token_dispatch import dispatch
 from engines.runtime.mesh import Axis
 from engines.state.slices import Slice
 from profiles.capture.module.experts import experts_of
-from profiles.errors import PlanError
+from profiles.errors import ModelError, PlanError, a_type
 
 EXPERTS_FIRST = Slice(dim=0)
 
@@ -144,6 +144,7 @@ def _dispatching(signature: inspect.Signature, axis: Axis, each: int) -> Callabl
     def run(forward: Callable[..., Tensor], module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         # Arguments go by position; names differ from model to model.
         hidden, chosen, weights = signature.bind(*args, **kwargs).args
+        _require_experts(chosen, each * axis.size, module)
         top_k = chosen.shape[-1]
         tokens = hidden.reshape(-1, hidden.shape[-1])
 
@@ -160,6 +161,19 @@ def _dispatching(signature: inspect.Signature, axis: Axis, each: int) -> Callabl
         return result
 
     return run
+
+
+def _require_experts(chosen: Tensor, count: int, module: nn.Module) -> None:
+    """Raises:
+    ModelError: a number is no expert's, as of tokens that a router drops.
+    """
+    least, most = (number.item() for number in chosen.aminmax()) if chosen.numel() else (0, 0)
+    if least < 0 or most >= count:
+        raise ModelError(
+            f"{a_type(module)} was given {least if least < 0 else most} for the number of an expert"
+            f" in place of 0 to {count - 1}: a rank sends each token to the rank of its expert",
+            hints=["give dropped tokens the weight 0 and any expert, or set ep=1"],
+        )
 
 
 @contextmanager

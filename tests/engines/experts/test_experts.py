@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from engines.apply import apply_plan
 from engines.data.replicas import local_part
 from engines.experts.container import containers, require_separable
+from engines.experts.experts import Experts
 from engines.legality import problems
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
@@ -20,7 +21,7 @@ from engines.tensor.proposal import propose_styles
 from profiles.capture.batch.call import Batch
 from profiles.capture.capture import capture
 from profiles.capture.module.experts import experts_of
-from profiles.errors import PlanError
+from profiles.errors import ModelError, PlanError
 from profiles.model.profile import ModelProfile, Numerics
 from tests.captured import captured
 from tests.engines.cases import cpu_ranks
@@ -134,6 +135,23 @@ def test_experts_keep_nothing_of_tokens_that_other_ranks_sent(
 def test_experts_that_drop_tokens_beyond_a_capacity_are_refused() -> None:
     with pytest.raises(PlanError, match="their parts do not add up to the whole"):
         require_separable("mixture", Bounded(), size=2)
+
+
+def chosen_for_no_expert(number: int) -> str:
+    module = Mixture()
+    mesh = Mesh(Plan.parse("dp_replicate=2 ep=2"), join_world())
+    Experts(module, mesh.ep, mesh.expert_copies, replicas=2)
+    chosen = torch.tensor([[0], [number]])
+    with pytest.raises(ModelError) as raised:
+        module(torch.randn(2, 6), chosen, torch.ones(2, 1))
+    return raised.value.what
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [-1, 4])
+def test_tokens_that_a_router_drops_have_no_rank_to_go_to(pool: Pool, number: int) -> None:
+    for what in pool.run(chosen_for_no_expert, number, world_size=2):
+        assert f"was given {number} for the number of an expert in place of 0 to 3" in what
 
 
 @pytest.mark.parametrize(
