@@ -47,7 +47,7 @@ def short(sample: Batch, size: int) -> Batch:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """The model with random numbers, in float32 on the CPU, in eval mode."""
+    """The model with random numbers, in float32 on the CPU, in eval mode; buffers of zeros too."""
     generator = torch.Generator().manual_seed(SEED)
     is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
     made: dict[torch.Size, Tensor] = {}
@@ -66,8 +66,16 @@ def copied(model: nn.Module) -> nn.Module:
         if buffer.is_meta:
             memo[id(buffer)] = values(buffer.shape).to(buffer.dtype)
         else:
-            memo[id(buffer)] = buffer.detach().cpu().clone()
+            memo[id(buffer)] = _moved(buffer.detach().cpu(), generator)
     for tensor in memo.values():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             tensor.data = tensor.data.float()
     return copy.deepcopy(model, memo).eval()
+
+
+def _moved(buffer: Tensor, generator: torch.Generator) -> Tensor:
+    """Its values; other ones in place of zeros alone, as of a factor that grows with the training,
+    which would hide what they are multiplied with."""
+    if not buffer.is_floating_point() or not buffer.numel() or buffer.any():
+        return buffer.clone()
+    return torch.rand(buffer.shape, generator=generator).to(buffer.dtype) + 0.5
