@@ -167,7 +167,8 @@ def _require_experts(chosen: Tensor, count: int, module: nn.Module) -> None:
     """Raises:
     ModelError: a number is no expert's, as of tokens that a router drops.
     """
-    least, most = (number.item() for number in chosen.aminmax()) if chosen.numel() else (0, 0)
+    # One wait for the device, as the exchange of counts has one.
+    least, most = torch.stack(chosen.aminmax()).tolist() if chosen.numel() else (0, 0)
     if least < 0 or most >= count:
         raise ModelError(
             f"{a_type(module)} was given {least if least < 0 else most} for the number of an expert"
