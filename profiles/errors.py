@@ -28,8 +28,6 @@ from collections.abc import Iterable, Sequence
 
 LONGEST_NAME = 200
 """Characters of a name that are shown, and of one that is compared with those that exist."""
-SHORTEST_NAME = 3
-"""Characters of a name that a longer one may begin with."""
 LONGEST_LINE, LONGEST_TEXT = 2000, 20_000
 """Characters of an error: it may quote what it refuses, which has no bound."""
 HINT = "hint: "
@@ -158,18 +156,13 @@ def a_type(value: object) -> str:
 
 
 def near_misses(name: str, known: Iterable[str], *, limit: int = 2) -> list[str]:
-    """The closest names to `name`, ignoring case, best first; else those that it begins with.
+    """The closest names to `name`, ignoring case, best first.
 
     >>> near_misses("dp_shrad", ["dp_shard", "dp_replicate", "tp"])
     ['dp_shard']
-    >>> near_misses("--sequence-length", ["--seq", "--set"])
-    ['--seq']
     """
     if len(name) > LONGEST_NAME:
         return []
     by_lower = {candidate.lower(): candidate for candidate in known}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=limit, cutoff=0.6)
-    if not matches:
-        shorter = (known for known in by_lower if len(known.strip("-")) >= SHORTEST_NAME)
-        matches = [known for known in shorter if name.lower().startswith(known)][:limit]
     return [by_lower[match] for match in matches]

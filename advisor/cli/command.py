@@ -159,7 +159,9 @@ def _usage_error(error: click.ClickException) -> InputError:
     if isinstance(error, click.NoSuchOption):
         known = [name for param in ctx.command.params for name in param.opts] if ctx else []
         bare = {name.lstrip("-"): name for name in known}
-        near = near_misses(error.option_name.lstrip("-"), bare, limit=1)
+        given = error.option_name.lstrip("-")
+        begun = [name for name in bare if len(name) > 2 and given.startswith(name)]
+        near = near_misses(given, bare, limit=1) or begun[:1]
         meant = [f"did you mean `{bare[name]}`?" for name in near]
         what = f"unknown option `{error.option_name}`"
         return InputError(what, where=command, hints=[*meant, *hints])

@@ -372,6 +372,12 @@ class TestPlan:
         assert result.exit_code == 2
         assert "did you mean `dp_shard`" in result.stderr
 
+    def test_an_option_that_a_longer_name_begins_with_is_suggested(self) -> None:
+        """`--sequence-length` is that of many a training script."""
+        result = CliRunner().invoke(cli, ["gpt-7b", "--sequence-length", "4096"])
+        assert result.exit_code == 2
+        assert "did you mean `--seq`?" in result.stderr
+
 
 class TestTree:
     def test_ends_in_families(self) -> None:
