@@ -16,13 +16,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from engines.data.ddp import require_all_reduced
+from engines.data.ddp import exchanges_gradients_alone, require_all_reduced
 from engines.data.finite import FiniteGuard, nonfinite_element, nonfinite_output
 from engines.data.fsdp import drop_unused
 from engines.data.loss_mean import LossMean
 from engines.data.loss_scale import LossScaler
 from engines.data.replica_checksums import DEFAULT_EVERY, ReplicaChecksums
-from engines.data.whole_gradients import require_alike
+from engines.data.whole_gradients import OVER_REPLICAS, OVER_TP, require_alike
 from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.shared_rng import SharedRng
@@ -120,17 +120,22 @@ class GuardingMixin:
             mean = self._loss_mean.of(self._finite.marked(unknown))
             self._finite.passes(mean, unknown, step=self.step + 1)
         self._compare_ranks_when_due()
-        self._require_alike_over_tp()
+        self._require_alike_gradients()
 
-    def _require_alike_over_tp(self) -> None:
-        """Compare gradients that a loop may have scaled: in the first steps, and now and then."""
-        split = self._split
+    def _require_alike_gradients(self) -> None:
+        """Compare gradients that a loop may have made or scaled: in the first steps, and now and
+        then."""
         is_due = self.step < FIRST_STEPS or self.step % DEFAULT_EVERY == 0
-        if split is None or self._mesh.tp.size == 1 or self._world.is_fake or not is_due:
+        if self._world.is_fake or not is_due:
             return
-        whole = [(n, p) for n, p in self._named if n not in split.slices]
-        device = self._world.device
-        require_alike(whole, self._mesh.tp, device=device, step=self.step + 1)
+        device, step = self._world.device, self.step + 1
+        require = partial(require_alike, device=device, step=step)
+        split = self._split
+        if split is not None and self._mesh.tp.size > 1:
+            whole = [(n, p) for n, p in self._named if n not in split.slices]
+            require(whole, self._mesh.tp, where="of the tp axis", hints=OVER_TP)
+        if exchanges_gradients_alone(self._runner, self.plan, self._world):
+            require(self._named, self._mesh.replicas, where="of the data axes", hints=OVER_REPLICAS)
 
     def _compare_ranks_when_due(self) -> None:
         """Compare parameters of replicas, and settings of all ranks' optimizers."""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engines.parallel import ParallelModel
-from profiles.errors import ModelError
+from profiles.errors import ModelError, RankMismatchError
 from tests.engines.cases import Case
 from tests.engines.parity import gradient_error, local_rows, sgd, spread, state_error
 from tests.workers import Pool
@@ -124,3 +124,23 @@ def test_a_graph_over_freed_parameters_is_refused(pool: Pool, plan: str) -> None
     for error in pool.run(_refused_graph, plan, world_size=2):
         assert "a gradient is to be differentiated again" in error
         assert "dp_replicate" in error
+
+
+def _set_by_hand(plan: str) -> str:
+    _, parallel = spread(CASE, plan, rows=ROWS)
+    mine = local_rows(parallel, CASE.batch(ROWS), ROWS)
+    assert isinstance(mine, tuple)
+    parameters = list(parallel.parameters())
+    loss = F.cross_entropy(parallel(mine[0]), mine[1])
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    with pytest.raises(RankMismatchError) as raised:
+        parallel.optimizer.step()
+    return str(raised.value)
+
+
+@pytest.mark.dist
+def test_gradients_that_replicas_did_not_exchange_are_refused_before_an_update(pool: Pool) -> None:
+    for error in pool.run(_set_by_hand, "dp_replicate=2", world_size=2):
+        assert "gradients of what every rank of the data axes has whole differ" in error
+        assert "torch.autograd.grad" in error
