@@ -18,8 +18,8 @@ from engines.blocks.autocast import as_fp32, autocast
 from engines.blocks.logits import whole_tensors
 from engines.blocks.recompute import explained_recompute
 from engines.context.context import Context
-from engines.data.batch_norm import explained_single_values
 from engines.data.ddp import exchanges_gradients_alone, reducible_forward
+from engines.data.explained import explained_errors
 from engines.data.finite import FiniteGuard, OnNonfinite
 from engines.data.fsdp import prepare_backward, release, start_over, whole_gradients
 from engines.data.gradients import clip_gradients, full_gradients
@@ -248,7 +248,7 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         try:
             with (
                 reducible_forward(),
-                explained_single_values(),
+                explained_errors(self.module, self.plan),
                 self._rng.shared(),
                 autocast(self._world.device, self._autocast_to),
             ):
