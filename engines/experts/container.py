@@ -76,7 +76,7 @@ def _why_not(module: nn.Module, size: int) -> str:
     weights = (torch.rand(count, spread.shape[1], generator=generator) + 0.5).to(like)
     for width in dict.fromkeys(like.shape[1:]):  # whichever of the two a token is
         hidden = torch.randn(count, width, generator=generator).to(like)
-        before = _kept_by(module, state)
+        before = _tensors_of(module, state)
         try:
             whole = torch.func.functional_call(module, state, (hidden, spread, weights))
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -85,9 +85,9 @@ def _why_not(module: nn.Module, size: int) -> str:
         if not isinstance(whole, Tensor) or whole.shape != hidden.shape:
             why_not = "it does not return tokens"
             continue
-        kept = _kept_by(module, state) - before
-        if kept:
-            return f"a call keeps `{min(kept)[0]}`, which would be of other tokens"
+        changed = _tensors_of(module, state) - before
+        if changed:
+            return f"a call keeps `{min(changed)[0]}`, which would be of other tokens"
         # An expert that drops tokens beyond its share of them does so where all choose it.
         for chosen in (spread, spread[:1, :1].expand(count, 1)):
             taken = weights[:, : chosen.shape[1]]
@@ -134,7 +134,7 @@ def _with_values(module: nn.Module, generator: torch.Generator) -> dict[str, Ten
     return state
 
 
-def _kept_by(module: nn.Module, state: Mapping[str, Tensor]) -> set[tuple[str, int, int]]:
+def _tensors_of(module: nn.Module, state: Mapping[str, Tensor]) -> set[tuple[str, int, int]]:
     """The tensors that its attributes and buffers hold: their names, which they are, and how often
     they were written to."""
     attributes = [item for each in module.modules() for item in vars(each).items()]
