@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -39,8 +40,7 @@ def _explained_dtypes(module: nn.Module, plan: Plan) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        casts = isinstance(module, FSDPModule) and plan.precision is not Precision.FP32
-        if not (casts and _TWO_DTYPES.search(str(error))):
+        if not (_casts(module, plan) and _TWO_DTYPES.search(str(error))):
             raise
         raise ModelError(
             f"an operation got two dtypes: {str(error).strip().splitlines()[0]}. Under {plan}"
@@ -52,3 +52,10 @@ def _explained_dtypes(module: nn.Module, plan: Plan) -> Iterator[None]:
                 "or replicate without `zero`: autocast chooses a dtype for each operation",
             ],
         ) from error
+
+
+def _casts(module: nn.Module, plan: Plan) -> bool:
+    """True if FSDP2 has weights in fp32 and computes in 16 bits."""
+    is_narrow = plan.precision in (Precision.BF16, Precision.FP16, Precision.FP8)
+    is_sharded = isinstance(module, FSDPModule)
+    return is_narrow and is_sharded and any(p.dtype is torch.float32 for p in module.parameters())

@@ -192,7 +192,9 @@ def _after_update(
 ) -> None:
     """After a step of any optimizer."""
     model = reference()
-    if model is not None and (optimizer is model.optimizer or _steps_of(model, optimizer)):
+    if model is None or not model._own_writes.watches:
+        return
+    if optimizer is model.optimizer or _steps_of(model, optimizer):
         model._own_writes.note()
 
 

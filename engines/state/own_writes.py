@@ -34,6 +34,11 @@ class OwnWrites:
         self._layout = layout
         self.note()
 
+    @property
+    def watches(self) -> bool:
+        """True if a write would be warned of."""
+        return bool(self._parts)
+
     def note(self) -> None:
         """Take the parameters for what an optimizer or a load made them."""
         self._writes = [_writes(parameter) for _, parameter in self._parts]

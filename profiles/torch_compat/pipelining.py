@@ -40,14 +40,16 @@ class _Stage(_Base):  # type: ignore[misc]
     ) -> tuple[Any, ...]:
         made: tuple[Any, ...] = super()._prepare_forward_infra(1, *args, **kwargs)
         messages = self.args_recv_info[0]
-        self._arriving = _without_buffers(messages)
+        self._arriving = _layouts(messages)
+        _drop(messages)
         for microbatch in range(num_microbatches):
             self.args_recv_info[microbatch] = tuple(map(copy, messages))
         return made
 
     def _create_grad_recv_info(self, act_send_info: dict[int, list[int]]) -> tuple[Any, ...]:
         messages: tuple[Any, ...] = super()._create_grad_recv_info(act_send_info)
-        self._returning = _without_buffers(messages)
+        self._returning = _layouts(messages)
+        _drop(messages)
         return messages
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -96,8 +98,8 @@ class _Stage(_Base):  # type: ignore[misc]
         super().clear_runtime_states()
 
     def _drop_buffers(self, microbatch: int) -> None:
-        _without_buffers(self.args_recv_info[microbatch])
-        _without_buffers(self.grad_recv_info.get(microbatch, ()))
+        _drop(self.args_recv_info[microbatch])
+        _drop(self.grad_recv_info.get(microbatch, ()))
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -200,21 +202,21 @@ class _EarlierStage(_Stage):
                 info.buffer = torch.zeros_like(info.buffer) if gradient is None else gradient
 
 
-def _without_buffers(messages: Iterable[Any]) -> list[Tensor | None]:
-    """Take the buffers of messages away, and return their layouts, without memory; None for what
-    is no message."""
-    layouts: list[Tensor | None] = []
+def _layouts(messages: Iterable[Any]) -> list[Tensor | None]:
+    """Buffers like those of messages, without memory; None for what is no message."""
+    buffers = [getattr(message, "buffer", None) for message in messages]
+    return [
+        None
+        if buffer is None
+        else torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
+        for buffer in buffers
+    ]
+
+
+def _drop(messages: Iterable[Any]) -> None:
     for message in messages:
-        buffer = getattr(message, "buffer", None)
-        layouts.append(None if buffer is None else _layout(buffer))
-        if buffer is not None:
+        if getattr(message, "buffer", None) is not None:
             message.buffer = None
-    return layouts
-
-
-def _layout(buffer: Tensor) -> Tensor:
-    like = torch.empty_like(buffer.detach(), device="meta")
-    return like.requires_grad_(buffer.requires_grad)
 
 
 def _make_buffers(

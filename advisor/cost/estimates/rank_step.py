@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from advisor.cost.context import CostContext
-from advisor.cost.estimates.staged import laid_out, received_bytes
+from advisor.cost.estimates.staged import StageLayout, laid_out
 from advisor.cost.load.loads import Loads
 from advisor.cost.load.unit_load import UnitLoad
 from advisor.cost.memory.allocator import workspace_bytes
@@ -75,13 +75,25 @@ def rank_step(costs: CostContext, plan: Plan, rank: int = 0) -> RankStep:
         parts = [stage.part for stage in layout.of(rank)]
         update = costs.update_of(plan, [layout.places[stage] for stage in layout.own[rank]], [])
         order = _order(plan, rank, stages=len(layout.stages), own=layout.own[rank])
-        in_flight = max(sum(moment.saved) for moment in layout.in_flight(rank))
-        received = (received_bytes(layout, rank) / len(parts),) * in_flight
+        received = _received(layout, rank)
     return RankStep(
         stages=[_units(costs, plan, part) for part in parts],
         standing=_standing(costs, plan, parts, update, always=(*batch, *received)),
         order=order,
     )
+
+
+def _received(layout: StageLayout, rank: int) -> tuple[float, ...]:
+    """Messages at the fullest moment: what microbatches in flight received and do not save, and a
+    gradient for each stage."""
+    chunks = [layout.stages.memory(stage)[1] for stage in layout.own[rank]]
+    fullest = max(layout.in_flight(rank), key=lambda moment: sum(moment.saved))
+    arrived = [
+        chunk.arrived_bytes
+        for count, chunk in zip(fullest.saved, chunks, strict=True)
+        for _ in range(count)
+    ]
+    return (*filter(None, arrived), *filter(None, (chunk.returned_bytes for chunk in chunks)))
 
 
 def _order(plan: Plan, rank: int, *, stages: int, own: Sequence[int]) -> list[Pass]:

@@ -298,6 +298,9 @@ OWN: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "lists": lambda p: torch.optim.AdamW(
         [{"params": p[::2]}, {"params": p[1::2], "amsgrad": True}], foreach=True
     ),
+    "lists of sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "lists of rmsprop": lambda p: torch.optim.RMSprop(p, centered=True, foreach=True),
+    "lists of nadam": lambda p: torch.optim.NAdam(p, foreach=True),
     "rprop": torch.optim.Rprop,
     "adafactor": torch.optim.Adafactor,
     "muon": lambda p: Layered(p, hidden=lambda i: i > 0),
@@ -343,7 +346,7 @@ def test_stand_in_steps_measure_state_and_working_bytes_of_a_real_step(name: str
 
 
 def test_a_deeper_model_takes_no_more_steps_of_the_optimizer() -> None:
-    """Equal parameters are stepped alike: 80 blocks took six seconds."""
+    """Equal parameters are stepped alike."""
     steps: list[int] = []
 
     def stepped(layers: int) -> int:
