@@ -69,7 +69,8 @@ def _why_not(module: nn.Module, size: int) -> str:
     total = experts_of(module)
     generator = torch.Generator().manual_seed(20)
     state = _with_values(module, generator)
-    like = next(p for p in module.parameters(recurse=False) if p.dim() == 3)
+    names = (name for name, p in module.named_parameters(recurse=False) if p.dim() == 3)
+    like = state[next(names)]  # with values, also where the module's own are on meta
     count = TOKENS_AN_EXPERT * total
     spread = torch.stack([torch.randperm(total, generator=generator)[:2] for _ in range(count)])
     spread = spread.to(like.device)
