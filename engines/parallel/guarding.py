@@ -27,10 +27,12 @@ from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.shared_rng import SharedRng
 from engines.runtime.world import World, rank_error_context
-from engines.state.layout import LayerSplit, Layout
+from engines.state.layout import Layout
 from engines.state.learning_parameters import LearningParameters
 from engines.state.optimizer_settings import EqualSettings
 from engines.state.own_writes import OwnWrites
+from engines.tensor.own_hooks import OwnHooks
+from engines.tensor.split import TensorSplit
 from profiles.capture.batch.call import Batch
 from profiles.model.profile import ModelProfile
 
@@ -61,12 +63,13 @@ class GuardingMixin:
     _layout: Layout
     _learning: LearningParameters
     _named: Sequence[tuple[str, nn.Parameter]]
+    _own_hooks: OwnHooks
     _own_writes: OwnWrites
     _profile: ModelProfile
     _rng: SharedRng
     _runner: Callable[..., Any]
     _settings: EqualSettings
-    _split: LayerSplit | None
+    _split: TensorSplit | None
     _world: World
 
     @property
@@ -96,9 +99,13 @@ class GuardingMixin:
             weakref.finalize(self, handle.remove)
         warns = self._job.rank == 0 and self.plan.updates_in_step
         self._own_writes = OwnWrites(self._named, self._layout, warns=warns)
+        styles = {} if self._split is None else self._split.styles
+        self._own_hooks = OwnHooks(self.module, styles, warns=warns and bool(styles))
 
     def _before_update(self, *_: object) -> None:
         self._finish_pending()
+        if self._is_due:
+            self._own_hooks.warn()
         self._learning.require_known()
         self._check_update()
 
@@ -122,11 +129,15 @@ class GuardingMixin:
         self._compare_ranks_when_due()
         self._require_alike_gradients()
 
+    @property
+    def _is_due(self) -> bool:
+        """True in the first steps, and now and then: of checks of what a loop does by itself."""
+        return self.step < FIRST_STEPS or self.step % DEFAULT_EVERY == 0
+
     def _require_alike_gradients(self) -> None:
         """Compare gradients that a loop may have made or scaled: in the first steps, and now and
         then."""
-        is_due = self.step < FIRST_STEPS or self.step % DEFAULT_EVERY == 0
-        if self._world.is_fake or not is_due:
+        if self._world.is_fake or not self._is_due:
             return
         device, step = self._world.device, self.step + 1
         require = partial(require_alike, device=device, step=step)

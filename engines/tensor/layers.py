@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engines.state.slices import Slice
 from engines.tensor.styles import Kind, Style
 from profiles.capture.fakes.transformers_compat import is_transposed_linear
+from profiles.capture.module.hooks import own_hooks
 from profiles.errors import PlanError
 from profiles.torch_compat import has_gradient_hooks
 
@@ -35,7 +36,7 @@ def can_split(module: nn.Module) -> bool:
 def is_plain(module: nn.Module) -> bool:
     """True if a layer that can be split is one of torch's own, or as simple: as a unit of its own
     it needs no proof that its parts, put together, are the whole."""
-    if not can_split(module):
+    if not can_split(module) or any(True for _ in own_hooks(module)):
         return False
     own = (nn.Linear.forward, nn.Embedding.forward, *(kind.forward for kind in _CONVOLUTIONS))
     return type(module).forward in own or is_transposed_linear(module)

@@ -37,11 +37,13 @@ class TensorSplit:
             others are whole on every rank.
         partial: first names of whole parameters whose gradients are parts of a sum over the ranks
             (norms of split heads); equal everywhere once they are summed.
+        styles: by module path.
         group: the tp axis; None for all ranks.
     """
 
     slices: Mapping[str, Slice]
     partial: frozenset[str]
+    styles: Mapping[str, Sequence[Style]]
     group: dist.ProcessGroup | None
     rank: int
     size: int
@@ -66,7 +68,7 @@ def split_over(
     if lengths is None:
         model.register_forward_pre_hook(lambda *_: ranks.begin_forward())
     cuts = split(model, styles, ranks)
-    return TensorSplit(cuts, frozenset(partial), group, ranks.rank, ranks.size)
+    return TensorSplit(cuts, frozenset(partial), styles, group, ranks.rank, ranks.size)
 
 
 def split(
@@ -174,14 +176,17 @@ def _add_collectives(
         return args, {name: again(value) for name, value in kwargs.items()}
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
+    # First of all hooks, so that one of the user's own takes what the whole layer returns.
     if style.kind is Kind.GATHER:
         cut = Slice(feature_dim(module), style.packs)
         module.register_forward_hook(
-            lambda module, args, output: collectives.gather(output, cut, length=outputs)
+            lambda module, args, output: collectives.gather(output, cut, length=outputs),
+            prepend=True,
         )
     elif style.kind is Kind.VOCAB:
         module.register_forward_hook(
-            lambda module, args, output: VocabLogits.of(output, collectives, length=outputs)
+            lambda module, args, output: VocabLogits.of(output, collectives, length=outputs),
+            prepend=True,
         )
 
 

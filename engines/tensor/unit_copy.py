@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,6 +22,7 @@ from profiles.capture.fakes.code_states import CodeStates, unchanged_code
 from profiles.capture.fakes.known_values import known_values
 from profiles.capture.fakes.mode import FakeRunMode
 from profiles.capture.fakes.tensors import preserved_random_state, replaced, stand_ins
+from profiles.capture.module.hooks import own_hooks
 from profiles.errors import ModelError
 from profiles.torch_compat import (
     flatten,
@@ -257,14 +259,36 @@ def _made_up(
 def _kind(unit: nn.Module, call: UnitArguments) -> object:
     shapes = [(n, tuple(p.shape)) for n, p in unit.named_parameters(remove_duplicate=False)]
     settings = [
-        (path, type(module), name, value)
+        (path, type(module), name, known)
         for path, module in unit.named_modules()
         for name, value in vars(module).items()
-        if type(value) in (int, bool) and name not in _OWN_NUMBER
+        if name not in _OWN_NUMBER and (known := _setting(value)) is not None
+    ]
+    settings += [
+        (path, object, name, _setting(hook))
+        for path, module in unit.named_modules()
+        for name, hook in own_hooks(module)
     ]
     leaves, structure = flatten((call.args, call.kwargs))
     given = [tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in leaves]
     return tuple(shapes), tuple(settings), tuple(given), str(structure), call.used, call.why_not
+
+
+def _setting(value: object) -> Hashable:
+    """A number or a choice as units that are alike share it; None of other values.
+
+    Factors may differ from block to block, and names may have a number in them; a factor that is
+    zero, and other code, make another unit.
+    """
+    if isinstance(value, bool | int | Enum):
+        return value
+    if isinstance(value, float):
+        return ("zero", not value)
+    if isinstance(value, str):
+        return re.sub(r"\d+", "#", value)
+    if isinstance(value, functools.partial):
+        return _setting(value.func)
+    return getattr(value, "__code__", None)
 
 
 def _calls(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from engines.state.slices import Slice
 from engines.state.token_shares import padded, require_tokens
 from engines.tensor.collectives import SEQUENCE
+from engines.tensor.own_hooks import hooked_part
 from engines.tensor.split import split
 from engines.tensor.styles import Kind, Style
 from engines.tensor.unit_copy import SEED, UnitCopy, first_line
@@ -66,6 +67,11 @@ def prove_unit(
     Args:
         whole: `run_whole(copy)`, where several splits of it are tried.
     """
+    hooked = hooked_part(copy.unit, styles)
+    if hooked is not None:
+        return Verdict(
+            f"`{hooked or copy.paths[0]}` has a hook, which would see a rank's part alone"
+        )
     whole = whole or run_whole(copy)
     record = _Record()
     # Trainable: an exchange may lie between parameters and outputs alone, as after an embedding.

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from profiles.capture.module.hooks import own_hooks
 from profiles.torch_compat import Operator, OperatorPacket
 
 PLAIN = int | float | complex | str | bytes | bool | range | slice | None
@@ -185,7 +186,7 @@ class _Walk:
         attributes = vars(value)
         if value is self._root:  # its hooks run, and see what it takes and gives
             attributes = {name: v for name, v in attributes.items() if name != "forward"}
-        elif any(map(_is_users, _hooks(value))):
+        elif any(True for _ in own_hooks(value)):
             raise _NotReadable
         self.visit(type(value))
         self.visit(type(value).forward)
@@ -228,16 +229,3 @@ class _Walk:
             self.kind.append(name)
             self.visit(attribute)
         return hasattr(value, "__dict__") or bool(names)
-
-
-def _hooks(module: nn.Module) -> Iterable[object]:
-    for name, hooks in vars(module).items():
-        if name.endswith("_hooks") and isinstance(hooks, dict):
-            yield from hooks.values()
-
-
-def _is_users(hook: object) -> bool:
-    """torch's own make weights (weight_norm), and are told by what they change; those of this
-    package only watch."""
-    origin = getattr(hook, "__module__", None) or type(hook).__module__
-    return not str(origin).startswith(("torch.", "profiles."))
