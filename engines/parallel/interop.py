@@ -201,6 +201,8 @@ class InteropMixin(nn.Module):
                 ],
             )
         self._require_summed()
+        if self._own_writes.watches:
+            self._own_writes.note_gradients_after_backward()
         self._is_pending = self._is_unchecked = True
         self._is_local = self._is_accumulating
 
@@ -229,6 +231,7 @@ class InteropMixin(nn.Module):
         if isinstance(self.module, FSDPModule):
             require_reduced(self.module)
         if self._is_pending:
+            self._own_writes.warn_of_gradients()
             self._is_pending = False
             self._finish_gradients()
             if isinstance(self.module, FSDPModule):

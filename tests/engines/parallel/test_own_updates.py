@@ -175,6 +175,49 @@ def test_a_norm_of_a_part_that_changes_parameters_is_warned_of_once(
     assert others == [[""] * 5] * (ranks - 1)
 
 
+def _gradient_warnings(plan: str) -> list[str]:
+    """Warnings of a loop that steps, that accumulates, that clips, and that scales each gradient
+    by its norm, twice."""
+    _, parallel = spread(Case(Normed, _batch), plan, rows=ROWS)
+    inputs, target = local_rows(parallel, _batch(ROWS), ROWS)
+
+    def backward() -> None:
+        F.cross_entropy(parallel(inputs), target).backward()
+
+    def accumulate() -> None:
+        with parallel.no_sync():
+            backward()
+
+    def scale() -> None:
+        for parameter in parallel.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= parameter.grad.norm()
+
+    def clip() -> None:
+        parallel.clip_grad_norm_(0.1)
+
+    said = []
+    for acts in ([backward], [accumulate, backward], [backward, clip], *[[backward, scale]] * 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for act in acts:
+                act()
+            parallel.optimizer.step()
+            parallel.optimizer.zero_grad()
+        said.append("; ".join(str(warning.message) for warning in caught))
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("data", ["", " dp_replicate=2", " dp_shard=2"])
+def test_a_norm_of_a_part_that_changes_gradients_is_warned_of_once(pool: Pool, data: str) -> None:
+    """Exchanges of replicas write to gradients too, and end after the hooks of a backward."""
+    first, *_ = pool.run(_gradient_warnings, PLAN + data, world_size=4 if data else 2)
+    *right, scaled, again = first
+    assert (right, again) == ([""] * 3, "")
+    assert scaled.startswith("`stack.blocks.0.q.weight`, (32, 32), has a gradient that was changed")
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", ["dp_shard=2", "dp_replicate=2"])
 def test_norms_of_whole_parameters_and_of_shards_are_right_without_a_word(
