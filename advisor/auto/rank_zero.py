@@ -11,7 +11,7 @@ from engines.apply import Proofs
 from engines.plan import PartialPlan
 from engines.runtime.failures import outlive_readers, wait_for_text, why_absent
 from engines.runtime.world import World, rank_error_context, require_same
-from profiles.errors import InputError, RankError
+from profiles.errors import AdvisorError, InputError, RankError
 from profiles.record import json_object
 from profiles.torch_compat import default_store
 
@@ -52,7 +52,8 @@ def from_rank_zero(
         try:
             decision, proofs = decide()
         except BaseException as error:
-            store.set(key, f"error {type(error).__name__}: {error}")
+            is_known = isinstance(error, AdvisorError)
+            store.set(key, f"{'refused' if is_known else 'failed'} {type(error).__name__}: {error}")
             outlive_readers(store, (f"{key}/heard/{rank}" for rank in range(1, world.size)))
             raise
         store.set(key, f"plan {proofs.model_dump_json()}\n{decision.to_json()}")
@@ -65,10 +66,16 @@ def from_rank_zero(
             hints=["look at the output of rank 0"],
         )
     kind, _, text = said.partition(" ")
-    if kind == "error":
+    if kind != "plan":
         with contextlib.suppress(RuntimeError):  # rank 0 may have ended since
             store.set(f"{key}/heard/{world.rank}", "")
         first, *rest = text.splitlines()
+        if kind == "failed":
+            raise RankError(
+                f"rank 0 failed while deciding: {first}",
+                where=f"rank {world.rank} of {world.size}",
+                hints=["look at the output of rank 0"],
+            )
         raise InputError(f"rank 0 found no plan: {first}", where="\n".join(rest) or None)
     known, _, decided = text.partition("\n")
     return Decision.from_json(decided), Proofs.build(json_object(known), where="rank 0")

@@ -45,7 +45,7 @@ from engines.parallel.monitoring import MonitoringMixin
 from engines.parallel.naming import NamingMixin
 from engines.parallel.recovery import RecoveryMixin
 from engines.plan import Plan
-from engines.runtime.heartbeat import start_heartbeat
+from engines.runtime.heartbeat import end_heartbeat
 from engines.runtime.learning_rate import Rates
 from engines.runtime.mesh import Mesh
 from engines.runtime.rank_times import RankTimer
@@ -203,8 +203,8 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
         self._learning = LearningParameters(named, optimizer, plan, ddp_waits=waits)
         self._is_pending = self._is_unchecked = False
         self._watch_updates(optimizer)
-        if not self._job.is_fake and plan.updates_in_step:
-            start_heartbeat()  # other plans go on without a lost rank
+        if not plan.updates_in_step:
+            end_heartbeat()  # such plans go on without a lost rank
         self.step = 0
         self._objects: dict[str, Stateful] = {}
         self._loaders: list[weakref.ref[ShardedLoader]] = []

@@ -29,7 +29,7 @@ from engines.runtime.failures import (
 )
 from engines.runtime.failures import is_lost_contact as is_lost_contact
 from engines.runtime.failures import name_ranks as name_ranks
-from engines.runtime.heartbeat import end_heartbeat, is_beating
+from engines.runtime.heartbeat import end_heartbeat, is_beating, start_heartbeat
 from engines.runtime.rendezvous import attempt_store
 from profiles.errors import InputError, PlanMismatchError, RankError
 from profiles.record.bounds import MOST_TIMEOUT_S, require_positive
@@ -57,7 +57,8 @@ def join_world(*, timeout_s: float | None = None) -> World:
 
     Uses NCCL for CUDA tensors and gloo for CPU tensors. `timeout_s` bounds every wait of the job,
     ten minutes unless said. An existing process group is used; its collectives are bounded by
-    `timeout_s` where that is given, else by their own timeout.
+    `timeout_s` where that is given, else by their own timeout. From here on ranks give signs of
+    life: see `engines.runtime.heartbeat`.
 
     Raises:
         InputError: the launcher's variables are incomplete, ranks share a GPU, or `timeout_s` is no
@@ -95,12 +96,15 @@ def join_world(*, timeout_s: float | None = None) -> World:
     if not dist.is_initialized():
         return World(rank=0, size=1, device=_device(0), timeout_s=timeout_s)
     local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    is_fake = dist.get_backend() == "fake"
+    if not is_fake:
+        start_heartbeat()
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=_device(local_rank),
         timeout_s=timeout_s,
-        is_fake=dist.get_backend() == "fake",
+        is_fake=is_fake,
     )
 
 

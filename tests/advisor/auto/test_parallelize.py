@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 from unittest.mock import patch
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from advisor import advise, auto_parallelize
+from advisor.auto.rank_zero import from_rank_zero
 from advisor.decide.decision import Decision
 from engines.plan import Plan
+from engines.runtime.world import join_world
 from profiles.errors import AdvisorError, InputError, ModelError, NoPlanError, PlanError
 from profiles.machine.bench import bench
 from profiles.machine.cluster import ClusterProfile
@@ -185,6 +187,26 @@ def test_an_error_of_rank_zero_reaches_every_rank_instead_of_a_hang(pool: Pool) 
     first, second = pool.run(_refused, "ep=2", world_size=2, timeout_s=60)
     assert first.startswith("PlanError")
     assert second.startswith("InputError rank 0 found no plan")
+
+
+def _given_up() -> str:
+    """Return the error of this rank where rank 0 ends while it decides."""
+
+    def decide() -> NoReturn:
+        raise SystemExit(3)
+
+    try:
+        from_rank_zero(decide, join_world())
+    except BaseException as error:
+        return f"{type(error).__name__} {error}".splitlines()[0]
+    return "no error"
+
+
+@pytest.mark.dist
+def test_a_rank_zero_that_ends_while_it_decides_has_failed(pool: Pool) -> None:
+    first, second = pool.run(_given_up, world_size=2)
+    assert first == "SystemExit 3"
+    assert second == "RankError rank 0 failed while deciding: SystemExit: 3"
 
 
 @pytest.mark.dist
