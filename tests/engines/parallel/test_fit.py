@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from engines.parallel import ParallelModel
 from engines.parallel.fit import FitResult
 from engines.state.checkpoint.folder import complete_saves, unlock
 from engines.state.checkpoint.manifest import read_manifest
@@ -134,8 +136,15 @@ def test_a_loader_that_is_at_its_end_ends_the_training() -> None:
 def test_arguments_that_contradict_each_other_are_refused(
     options: dict[str, Any], message: str
 ) -> None:
+    parallel = _untrained()
     with pytest.raises(InputError, match=message):
-        train(ALONE, None, **options)
+        parallel.fit(global_batches(), **{"steps": STEPS} | options)
+    assert parallel.step == 0
+
+
+@functools.cache
+def _untrained() -> ParallelModel:
+    return build(ALONE, steps=STEPS)[0]
 
 
 def test_a_loader_without_batches_and_a_scheduler_that_wants_a_metric_are_refused() -> None:
