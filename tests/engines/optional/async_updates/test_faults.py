@@ -14,6 +14,7 @@ from torch import nn
 
 from engines.optional.async_updates.report import UpdateReport
 from engines.parallel import ParallelModel
+from engines.plan import Plan
 from profiles.errors import RankError
 from tests.engines.optional.async_updates.ranks import patience
 from tests.engines.optional.async_updates.test_servers import QUADRATIC, _targets, plain
@@ -98,7 +99,9 @@ def test_workers_name_a_dead_server(pool: Pool, plan: str) -> None:
     results = pool.run(_lose, plan, 1, 5000, 6.0, world_size=4)
     who = f"rank 1 (a server, on {socket.gethostname()})"
     said = [text for _, text, _, _ in results[2:]]
-    assert all(made >= 2 for made, _, _, _ in results[2:])
+    # A step takes as many workers as there are replicas: one that is late may be past it.
+    made = sorted(made for made, _, _, _ in results[2:])
+    assert made[-Plan.parse(plan).dp_replicate] >= 2
     # Gone, as the worker or the other server saw; or, where the message was under way, it was not
     # taken in time. The other server leaves when its workers do, so who looks late may miss that
     # one first.
