@@ -23,6 +23,7 @@ from engines.parallel.pretrained import PretrainedMixin
 from engines.parallel.scheduling import SchedulingMixin
 from engines.plan import Plan
 from engines.runtime.broadcast import send_from_first
+from engines.runtime.failures import all_ranks_succeed
 from engines.runtime.mesh import Mesh
 from engines.runtime.random_states import (
     random_states,
@@ -153,7 +154,8 @@ class CheckpointMixin(PretrainedMixin, SchedulingMixin):
         self._finish_save()
         require_same("checkpoint folder", f"{root.name} {root}", job)
         step = self.step
-        own = self._own_states()
+        with all_ranks_succeed("reading what is registered", timeout_s=job.timeout_s):
+            own = self._own_states()
         release(self.module)
         self._exchange.synchronise()
         self._follow_first_replica(every_buffer=True)

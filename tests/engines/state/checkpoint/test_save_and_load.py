@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.plan import Plan
-from profiles.errors import FileError, InputError, ModelError
+from profiles.errors import FileError, InputError, ModelError, RankError
 from tests.engines.cases import CASES
 from tests.engines.parity import alone, local_rows, parallelize, relative
 from tests.nightly import nightly
@@ -284,6 +284,8 @@ class Unsavable:
         self.value = value
 
     def state_dict(self) -> dict[str, object]:
+        if isinstance(self.value, Exception):
+            raise self.value
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, object]) -> None: ...
@@ -298,6 +300,8 @@ def _failing_on_one_rank(plan: str, folder: str, cause: str) -> tuple[str, list[
     parallel.train_step(local_rows(parallel, case.batch(4), 4))
     if cause == "value":
         parallel.register(own=Unsavable(object() if is_bad else 1))
+    elif cause == "state":
+        parallel.register(own=Unsavable(ValueError("of the user") if is_bad else 1))
     elif is_bad:
         errors = {"memory": MemoryError(), "disk": OSError(28, "No space left on device")}
 
@@ -308,8 +312,10 @@ def _failing_on_one_rank(plan: str, folder: str, cause: str) -> tuple[str, list[
     began = time.monotonic()
     try:
         parallel.async_save(folder).wait()
-    except (FileError, InputError) as error:
+    except (FileError, InputError, RankError) as error:
         said = error.what
+    except ValueError as error:
+        said = f"rank 1: {error}"
     finally:
         saving.write_shard = write
     took_s = time.monotonic() - began
@@ -324,6 +330,7 @@ def _failing_on_one_rank(plan: str, folder: str, cause: str) -> tuple[str, list[
         ("memory", "rank 1: MemoryError"),
         ("disk", "rank 1: [Errno 28] No space left on device"),
         ("value", "own"),
+        ("state", "of the user"),
     ],
 )
 def test_a_save_that_fails_on_one_rank_fails_on_all_at_once_and_leaves_the_older_one(
