@@ -197,7 +197,7 @@ class RankPeaks:
             root=own.root,
             unsharded=unsharded * shard_degree(plan) if plan.shards_experts else unsharded,
             saved=saved.tolist(),
-            waiting=summed([unit.layer_bytes for unit in units]).tolist(),
+            waiting=[0.0, *summed([unit.layer_bytes for unit in units]).tolist()[1:]],
             ending=own.work.tolist(),
             gathering=(own.work + own.copy).tolist(),
             returned=np.pad(back, (0, 1)).tolist(),

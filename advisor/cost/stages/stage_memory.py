@@ -72,7 +72,8 @@ class StageMemory:
         arrived_bytes: of received inputs that a forward does not save.
         returned_bytes: of the received gradient, until the backward is done.
         cast_bytes: autocast copies of the weights, saved as well.
-        waiting_bytes: gradients between layers, if weight gradients are computed later.
+        waiting_bytes: gradients between layers, if weight gradients are computed later. A stage
+            that receives nothing computes none before those.
     """
 
     forward: Moment
@@ -146,7 +147,7 @@ def chunk_of(
         arrived_bytes=arrived,
         returned_bytes=returned,
         cast_bytes=cast,
-        waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs),
+        waiting_bytes=sum(unit.layer_bytes * unit.count for unit in loads.runs) * bool(messages[0]),
     )
 
 
