@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 
 import torch
@@ -17,6 +17,17 @@ from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import resolve_cluster
 
 ModelLike = nn.Module | Callable[[], nn.Module]
+FLAGS = {"timed", "allow_lossy", "allow_stale", "learns", "anchors", "measure_noise"}
+NUMBERS = {
+    "global_batch_size",
+    "samples",
+    "critical_batch_size",
+    "host_overhead_s",
+    "imbalance",
+    "max_grad_norm",
+    "seed",
+    "check_replicas_every",
+}
 OptimizerLike = torch.optim.Optimizer | OptimizerFactory | str | None
 
 
@@ -66,6 +77,24 @@ def require_path(given: object, name: str, meaning: str) -> None:
     """
     if given is not None and not isinstance(given, str | PathLike):
         raise InputError(f"{name} is {a_type(given)}", hints=[f"give a path: {meaning}"])
+
+
+def require_kinds(given: Mapping[str, object]) -> None:
+    """Require numbers that are no booleans, which Python takes for 0 or 1, and flags that are no
+    text, of which any is true, "no" too.
+
+    Args:
+        given: arguments by name; of others nothing is required.
+
+    Raises:
+        InputError: one is of the other kind.
+    """
+    for name in given.keys() & NUMBERS:
+        if isinstance(given[name], bool):
+            raise InputError(f"`{name}` wants a number, not {given[name]}")
+    for name in given.keys() & FLAGS:
+        if not hasattr(given[name], "__bool__"):
+            raise InputError(f"`{name}` is {a_type(given[name])}, it must be True or False")
 
 
 def optimizer_of(given: OptimizerLike) -> torch.optim.Optimizer | OptimizerFactory | None:

@@ -77,7 +77,7 @@ def facts_from_module(
             otherwise for the model's.
     """
     dtype = _dtype(model)
-    wanted = precision or partial.precision
+    wanted = partial.precision if precision is None else precision
     is_open = wanted in (None, AUTO)
     is_asked = is_open and (may_reduce or wanted == AUTO)
     may_reduce = is_asked and reduced_precision(cluster.device) is not None

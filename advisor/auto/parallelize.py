@@ -19,6 +19,7 @@ from advisor.auto.arguments import (
     module_of,
     optimizer_of,
     require_callables,
+    require_kinds,
     require_path,
 )
 from advisor.auto.facts_from_module import LossFn, facts_from_module
@@ -137,6 +138,7 @@ def advise(
         PlanError: the fixed settings allow no legal plan.
         ModelError: the model cannot be run on the sample.
     """
+    require_kinds(locals())
     require_callables(model, loss_fn)
     machines, optimizer = cluster_of(cluster), optimizer_of(optimizer)
     model = module_of(model)
@@ -270,6 +272,7 @@ def auto_parallelize(
         as `advise`, InputError for the stack of other software, and PlanMismatchError or RankError
             if ranks disagree or are missing.
     """
+    require_kinds(locals())
     require_callables(model, loss_fn)
     require_path(offload_folder, "offload_folder", "a folder on a fast local disk")
     known_machines, optimizer = cluster_of(cluster), optimizer_of(optimizer)

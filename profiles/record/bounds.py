@@ -78,7 +78,7 @@ def require_positive(value: Any, name: str, *, most: float = math.inf) -> None:
         InputError: it is not, is beyond `most`, or is no number.
     """
     try:
-        is_positive = bool(0 < value <= most)
+        is_positive = bool(0 < value <= most) and not isinstance(value, bool)
     except TypeError:
         is_positive = False
     if not is_positive:
@@ -87,5 +87,6 @@ def require_positive(value: Any, name: str, *, most: float = math.inf) -> None:
 
 
 def is_whole(value: Any, *, least: int) -> bool:
-    """True for a whole number from `least` on; nan, infinity and 2.5 are none."""
-    return isinstance(value, Integral) and int(value) >= least
+    """True for a whole number from `least` on; nan, infinity, 2.5 and True are none."""
+    is_number = isinstance(value, Integral) and not isinstance(value, bool)
+    return is_number and int(value) >= least

@@ -67,6 +67,11 @@ def test_an_argument_of_another_kind_says_what_to_give(
         ({"on_nonfinite": 7}, r"unknown reaction `7`[\s\S]*stop, skip, ignore"),
         ({"seed": "x"}, "`seed` wants a whole number of 64 bits, not `x`"),
         ({"seed": 2**64}, "`seed` wants a whole number of 64 bits"),
+        ({"max_grad_norm": True}, "`max_grad_norm` wants a number, not True"),
+        ({"global_batch_size": True}, "`global_batch_size` wants a number, not True"),
+        ({"timeout_s": True}, "`timeout_s` wants a number above 0"),
+        ({"learns": "no"}, "`learns` is a str, it must be True or False"),
+        ({"precision": ""}, "unknown precision ``"),
     ],
 )
 def test_a_setting_of_another_kind_is_refused_before_the_training(
@@ -75,7 +80,7 @@ def test_a_setting_of_another_kind_is_refused_before_the_training(
     case = CASES["gpt"]
     given = {"sample": case.batch(2), "loss_fn": token_loss, "cluster": cpu_ranks(1), **argument}
     with pytest.raises(InputError) as caught:
-        auto_parallelize(case.build(), **given, plan="", learns=False)
+        auto_parallelize(case.build(), **{"learns": False, **given}, plan="")
     caught.match(message)
 
 
