@@ -23,7 +23,8 @@ from engines.tensor.tie_rules import joined, owner
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.token_borders import with_borders
 from engines.tensor.token_rules import pairs_take_one_tensor
-from engines.tensor.unit_copy import UnitCopy, UnitKind, copy_unit, unit_kinds
+from engines.tensor.unit_copy import UnitCopy, copy_unit
+from engines.tensor.unit_kinds import UnitKind, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
 from engines.tensor.variants import Styles, sequence_variants, united
 from profiles.capture.batch.call import Batch

@@ -26,7 +26,8 @@ from engines.tensor.tie_rules import joined
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.token_borders import with_borders
 from engines.tensor.token_rules import SPLIT
-from engines.tensor.unit_copy import UnitCopy, copy_unit, unit_kinds
+from engines.tensor.unit_copy import UnitCopy, copy_unit
+from engines.tensor.unit_kinds import unit_kinds
 from engines.tensor.unit_proof import Verdict, prove_unit
 from engines.tensor.variants import ALONE, Styles, united
 from profiles.capture.batch.call import Batch

@@ -13,7 +13,8 @@ from engines.tensor.rules import proposed_styles
 from engines.tensor.split import split
 from engines.tensor.split_proof import prove_split
 from engines.tensor.styles import Style, cutting, styles_of
-from engines.tensor.unit_copy import copy_unit, unit_kinds
+from engines.tensor.unit_copy import copy_unit
+from engines.tensor.unit_kinds import unit_kinds
 from engines.tensor.unit_proof import prove_unit
 from profiles.capture.capture import capture
 from profiles.errors import PlanError

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from engines.tensor.styles import Style
-from engines.tensor.unit_copy import UnitCopy, copy_unit, unit_kinds
+from engines.tensor.unit_copy import UnitCopy, copy_unit
+from engines.tensor.unit_kinds import unit_kinds
 from engines.tensor.unit_proof import prove_unit
 from tests.engines.tensor import units
 
