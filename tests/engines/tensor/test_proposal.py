@@ -227,3 +227,38 @@ def test_a_real_run_leaves_attributes_and_buffers_as_they_were() -> None:
         assert isinstance(block, Counting)
         assert block.turn == 0
         assert not block.mean.any()
+
+
+class Acting(nn.Module):
+    """Two layers and what is between them: a function, or its name."""
+
+    def __init__(self, act: object) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(units.WIDTH, 64), nn.Linear(64, units.WIDTH)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = self.act if callable(self.act) else {"relu": torch.relu, "mean": _centred}[self.act]
+        out: Tensor = x + self.back(act(self.wide(x)))
+        return out
+
+
+def _centred(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize(("one", "other"), [(_scaled, _centred), ("relu", "mean")])
+def test_blocks_that_differ_in_a_function_or_its_name_are_tried_apart(
+    one: object, other: object
+) -> None:
+    model = units.Stack([Acting(one), Acting(other), Acting(one)])
+    styles = {path: style for path, style in proposed(model).styles if path.endswith("wide")}
+    assert styles == {
+        "blocks.0.wide": "column",
+        "blocks.1.wide": "gather",
+        "blocks.2.wide": "column",
+    }
