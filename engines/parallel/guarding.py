@@ -100,7 +100,10 @@ class GuardingMixin:
         warns = self._job.rank == 0 and self.plan.updates_in_step
         self._own_writes = OwnWrites(self._named, self._layout, warns=warns)
         styles = {} if self._split is None else self._split.styles
-        self._own_hooks = OwnHooks(self.module, styles, warns=warns and bool(styles))
+        has_parts = bool(styles) or self.plan.cp > 1
+        self._own_hooks = OwnHooks(
+            self.module, styles, of_tokens=self.plan.cp > 1, warns=warns and has_parts
+        )
 
     def _before_update(self, *_: object) -> None:
         self._finish_pending()

@@ -43,15 +43,19 @@ class OwnHooks:
     """Counts the hooks of modules that see parts, and warns once of one that was added.
 
     Args:
+        styles: of split layers.
+        of_tokens: sequences are split over the cp axis, so that every module sees parts.
         warns: on this rank.
     """
 
-    def __init__(self, model: nn.Module, styles: Styles, *, warns: bool) -> None:
+    def __init__(self, model: nn.Module, styles: Styles, *, of_tokens: bool, warns: bool) -> None:
         parts = _Parts(model, styles)
+        self._split = "sequences" if of_tokens else "layers there"
+        self._axis = "cp" if of_tokens else "tp"
         self._hooks = [
             (path, getattr(module, name))
             for path, module in (model.named_modules() if warns else ())
-            for name in sorted(parts.of(path))
+            for name in (AROUND_CALLS if of_tokens else sorted(parts.of(path)))
         ]
         self._counts = self._count()
 
@@ -62,10 +66,10 @@ class OwnHooks:
         if path is None:
             return
         warnings.warn(
-            f"`{path}` has a hook that sees this rank's part of a tensor: layers there are split"
-            " over the tp axis. A norm or a mean that it takes, and what it keeps for a loss, is of"
-            " the part; changes element by element are right. Register it on the module around"
-            " the split layers, which takes and returns whole tensors",
+            f"`{path}` has a hook that sees this rank's part of a tensor: {self._split} are split"
+            f" over the {self._axis} axis. A norm or a mean that it takes, and what it keeps for a"
+            " loss, is of the part; changes element by element are right. Register it before the"
+            " model is split, so that the split is proved with it",
             stacklevel=5,
         )
         self._hooks, self._counts = [], []

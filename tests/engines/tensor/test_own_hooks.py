@@ -106,7 +106,7 @@ def test_the_pair_around_a_hook_is_left_whole_and_others_are_split(
 
 def test_a_hook_that_is_added_to_a_split_layer_is_warned_of_once() -> None:
     model = blocks()
-    hooks = OwnHooks(model, STYLES, warns=True)
+    hooks = OwnHooks(model, STYLES, of_tokens=False, warns=True)
     hooks.warn()
     model.get_submodule("0.norm").register_forward_hook(look)
     hooks.warn()
@@ -114,6 +114,14 @@ def test_a_hook_that_is_added_to_a_split_layer_is_warned_of_once() -> None:
     with pytest.warns(UserWarning, match=r"`2\.act` has a hook that sees this rank's part"):
         hooks.warn()
     hooks.warn()
+
+
+def test_where_sequences_are_split_every_hook_that_is_added_is_warned_of() -> None:
+    model = blocks()
+    hooks = OwnHooks(model, {}, of_tokens=True, warns=True)
+    model.register_forward_hook(look)
+    with pytest.warns(UserWarning, match="sequences are split over the cp axis"):
+        hooks.warn()
 
 
 def with_penalty(output: Tensor, target: Tensor) -> Tensor:
