@@ -321,11 +321,13 @@ class Search:
             bound = bounds[shown[place]] if place < len(shown) else np.inf
             while waiting and waiting[0][0] <= min(bound, least[0] * (1 + ROUNDING)):
                 _, number, index = heappop(waiting)
-                if fits and self._cannot_fit(index):
-                    continue
                 if bounds is self.bounds.fitting_s and index not in self._played:
-                    self.played_s(index)
-                    heappush(waiting, (float(bounds[index]), number, index))
+                    # Rounds are played in less time than memory is bounded by stages.
+                    if not (fits and self._cannot_fit_by_arithmetic(index)):
+                        self.played_s(index)
+                        heappush(waiting, (float(bounds[index]), number, index))
+                    continue
+                if fits and self._cannot_fit(index):
                     continue
                 candidate = self.candidate(index)
                 if candidate is not None and (candidate.fits or not fits):
@@ -353,6 +355,18 @@ class Search:
             self._may_fit_with_borders.add(index)
         return bool(self._missing[index] > 0)
 
+    def _cannot_fit_by_arithmetic(self, index: int) -> bool:
+        """As `_cannot_fit`, by the bound of ranks with several stages alone."""
+        if index not in self._weighed and index not in self._may_fit_with_borders:
+            with skipped_on_error(None):
+                least = self._stages.several_peak_bytes(self.space, index)
+                self._raise_missing(index, least)
+        return bool(self._missing[index] > 0)
+
+    def _raise_missing(self, index: int, least_bytes: float) -> None:
+        missing = least_bytes * (1 - ROUNDING) - self.usable_bytes
+        self._missing[index] = max(self._missing[index], missing)
+
     def _least_missing(self, index: int, *, enough_bytes: float = np.inf) -> float:
         """Raise a row's bound of the missing memory by its best borders; ranks are looked at until
         one takes more than `enough_bytes`."""
@@ -360,8 +374,7 @@ class Search:
             least, enough_bytes = 0.0, enough_bytes / (1 - ROUNDING)
             with skipped_on_error(None):
                 least = self._stages.least_peak_bytes(self.space, index, enough_bytes=enough_bytes)
-            missing = least * (1 - ROUNDING) - self.usable_bytes
-            self._missing[index] = max(self._missing[index], missing)
+            self._raise_missing(index, least)
         return float(self._missing[index])
 
     def simplest(self, rows: Rows, limit_s: float) -> Candidate | None:
@@ -374,8 +387,10 @@ class Search:
                 if self.bounds.fitting_s[index] * (1 - ROUNDING) > least_s:
                     break
                 self._bordered_s(int(index))
-                step_s = self.bounds.fitting_s[index]
-                if step_s * (1 - ROUNDING) > least_s or self._cannot_fit(int(index)):
+                if self._is_slower(index, least_s) or self._cannot_fit_by_arithmetic(int(index)):
+                    continue
+                self.played_s(int(index))
+                if self._is_slower(index, least_s) or self._cannot_fit(int(index)):
                     continue
                 candidate = self.candidate(int(index))
                 if candidate is None or not candidate.fits:
@@ -387,6 +402,9 @@ class Search:
             if best is not None:
                 return best
         return None
+
+    def _is_slower(self, index: int, than_s: float) -> bool:
+        return bool(self.bounds.fitting_s[index] * (1 - ROUNDING) > than_s)
 
     def _by_simplicity(self, rows: Rows) -> Iterator[Rows]:
         """Groups of equally simple rows, simplest first."""
