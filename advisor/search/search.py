@@ -40,6 +40,8 @@ from engines.plan import OffloadTo, Plan, Schedule
 from profiles.machine.cluster import ClusterProfile
 
 # Rows estimated to find the nearest miss, if none fits.
+_FEW_PASSES = 1024
+"""Forwards of a round on all stages, which are played in 1 ms; a peak takes 2 to 3."""
 _MOST_MISSING = 12
 Rows = NDArray[np.int64]
 """Indices of rows of a space."""
@@ -322,8 +324,7 @@ class Search:
             while waiting and waiting[0][0] <= min(bound, least[0] * (1 + ROUNDING)):
                 _, number, index = heappop(waiting)
                 if bounds is self.bounds.fitting_s and index not in self._played:
-                    # Rounds are played in less time than memory is bounded by stages.
-                    if not (fits and self._cannot_fit_by_arithmetic(index)):
+                    if not (fits and self._cannot_fit_unplayed(index)):
                         self.played_s(index)
                         heappush(waiting, (float(bounds[index]), number, index))
                     continue
@@ -355,8 +356,13 @@ class Search:
             self._may_fit_with_borders.add(index)
         return bool(self._missing[index] > 0)
 
-    def _cannot_fit_by_arithmetic(self, index: int) -> bool:
-        """As `_cannot_fit`, by the bound of ranks with several stages alone."""
+    def _cannot_fit_unplayed(self, index: int) -> bool:
+        """As `_cannot_fit`; where rounds are played sooner than memory is bounded stage by stage,
+        by the bound of ranks with several stages alone."""
+        space = self.space
+        stages = int(space.pp[index]) * int(space.per_rank[index])
+        if stages * int(space.microbatches[index]) > _FEW_PASSES:
+            return self._cannot_fit(index)
         if index not in self._weighed and index not in self._may_fit_with_borders:
             with skipped_on_error(None):
                 least = self._stages.several_peak_bytes(self.space, index)
@@ -387,7 +393,7 @@ class Search:
                 if self.bounds.fitting_s[index] * (1 - ROUNDING) > least_s:
                     break
                 self._bordered_s(int(index))
-                if self._is_slower(index, least_s) or self._cannot_fit_by_arithmetic(int(index)):
+                if self._is_slower(index, least_s) or self._cannot_fit_unplayed(int(index)):
                     continue
                 self.played_s(int(index))
                 if self._is_slower(index, least_s) or self._cannot_fit(int(index)):
