@@ -4,7 +4,8 @@ between units on a rank with two stages.
 Buffers and plain attributes of modules, and of objects that they keep (moments, counters,
 temperatures, caches), may be changed in place or replaced, lists, dicts and sets that are
 attributes may get other items, also those in tuples, and generators may be drawn from: Python's and
-numpy's too. The second run sees them as the first one did, and leaves no trace.
+numpy's too. The second run sees them as the first one did, and leaves no trace: also where others
+changed them since, such as a model that puts a mask or a number on its blocks before each call.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import copy
 import functools
 import random
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from operator import is_
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
@@ -24,10 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.fakes.object_states import ObjectState, object_states
-from profiles.torch_compat import is_batch_norm, version_of
+from profiles.torch_compat import CALL, is_batch_norm, version_of
 
-OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module: parameters, modules and hooks; buffers are looked at apart."""
+OF_TORCH = frozenset({*vars(nn.Module()), CALL}) - {"training"}
+"""Attributes of every module: parameters, modules, hooks and how it is called; buffers are looked
+at apart."""
 _ABSENT = object()
 _CONTAINERS = (list, dict, set, deque, tuple)
 _PLAIN = frozenset(
@@ -43,14 +46,22 @@ class ForwardState:
     Args:
         modules: a block's, or others whose state a forward may change.
         draws: it may draw from Python's or numpy's generators; to look takes 0.1 ms.
+        given: arguments of the call that are no tensors: objects among them have a state too.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], *, draws: bool = True) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], *, draws: bool = True, given: Sequence[object] = ()
+    ) -> None:
         self._modules = modules
         self._draws = draws
+        self._given = given
         self._before: list[tuple[dict[str, Any], str, object]] = []
         self._objects: list[ObjectState] = []
         self._clones: list[Tensor] = []
+        self._at_start: list[_Held] = []
+        self._empty: list[dict[str, Any]] = []
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._changed: set[tuple[int, str]] = set()
         self._drawn: tuple[Any, Any] | None = None
 
     @contextmanager
@@ -58,11 +69,14 @@ class ForwardState:
         """Note what the run changes, as it was."""
         holders = list(_holders(self._modules))
         known, empty = [_Held.of(n) for n in holders if n], [n for n in holders if not n]
-        objects = object_states(each.attributes for each in known if not each.is_plain())
+        given = {str(place): value for place, value in enumerate(self._given)}
+        kept = (each.attributes for each in known if not each.is_plain())
+        objects = object_states(chain(kept, [given]))
         self._objects = [state for state in objects if state.names is None]
         known += [_Held.of(state.names) for state in objects if state.names is not None]
         every: list[Any] = [v for each in known for v in each.values if type(v) not in _PLAIN]
-        containers = {id(c): (c, _copied(c)) for c in filter(_may_be_filled, every)}
+        contents = {id(c): (c, _copied(c)) for c in filter(_has_contents, every)}
+        containers = {i: pair for i, pair in contents.items() if not _has_results(pair[1])}
         tensors = filter(_may_be_written, [*every, *_items(c for c, _ in containers.values())])
         values = {id(t): (t, version_of(t), t.clone()) for t in tensors}
         numbers = (random.getstate(), np.random.get_state(legacy=False)) if self._draws else None
@@ -74,9 +88,11 @@ class ForwardState:
             filled = {i: n for i, (c, n) in containers.items() if not _has_same(c, n, written)}
             changed = written.keys() | filled.keys()
             self._clones = list(written.values())
-            for each in (*known, *(_Held(n, (), []) for n in empty if n)):
+            for each in (*known, *_filled(empty)):
                 if not (each.is_same() and changed.isdisjoint(map(id, each.values))):
                     self._note_changes(each.names, each.attributes, written, filled)
+            self._at_start, self._empty = known, empty
+            self._contents = {i: pair for i, pair in contents.items() if _has_same(*pair, written)}
 
     def _note_changes(
         self,
@@ -92,10 +108,25 @@ class ForwardState:
                 self._before.append((names, name, written[id(value)]))
             elif id(value) in filled:
                 self._before.append((names, name, _copied(filled[id(value)], written)))
-            elif names.get(name, _ABSENT) is not value and not _has_graph(value):
-                self._before.append((names, name, value))
+            elif names.get(name, _ABSENT) is not value:
+                self._changed.add((id(names), name))
+                if not _has_graph(value):
+                    self._before.append((names, name, value))
         new = set(_own_keys(tuple(names))) - before.keys()
         self._before += [(names, name, _ABSENT) for name in new]
+        self._changed.update((id(names), name) for names, name, _ in self._before)
+
+    def _changed_since(self) -> Iterator[tuple[dict[str, Any], str, object]]:
+        """What the first run left as it was, and others changed after it."""
+        for names, keys, values in (*self._at_start, *_filled(self._empty)):
+            for name, value in zip(keys, values, strict=True):
+                container, items = self._contents.get(id(value), (value, value))
+                kept = value if _has_same(container, items, ()) else items
+                if names.get(name, _ABSENT) is not kept and (id(names), name) not in self._changed:
+                    yield names, name, kept
+            for name in set(_own_keys(tuple(names))).difference(keys):
+                if (id(names), name) not in self._changed:
+                    yield names, name, _ABSENT
 
     @property
     def has_drawn(self) -> bool:
@@ -118,18 +149,19 @@ class ForwardState:
         """Run with what was noted. In place of a tensor or container that was changed there is
         another one: the second run may change it too, and what others keep of the first stays
         valid."""
-        now = [(names, name, names.get(name, _ABSENT)) for names, name, _ in self._before]
+        before = [*self._before, *self._changed_since()]
+        now = [(names, name, names.get(name, _ABSENT)) for names, name, _ in before]
         with torch.no_grad():
             clones = {id(clone): clone.clone() for clone in self._clones}
             copies: dict[int, object] = {
                 id(v): v.clone() if isinstance(v, Tensor) else _copied(v, clones)
-                for _, _, v in self._before
-                if isinstance(v, (Tensor, *_CONTAINERS))
+                for _, _, v in before
+                if isinstance(v, (Tensor, *_CONTAINERS)) and not _has_graph(v)
             }
         objects = [state.now() for state in self._objects]
         numbers = self._drawn and (random.getstate(), np.random.get_state(legacy=False))
         _draw_from(self._drawn)
-        _put((names, name, copies.get(id(value), value)) for names, name, value in self._before)
+        _put((names, name, copies.get(id(value), value)) for names, name, value in before)
         for state in self._objects:
             state.put(state.part)
         try:
@@ -208,6 +240,11 @@ class _Held(NamedTuple):
         return keys == self.keys and all(map(is_, map(self.names.__getitem__, keys), self.values))
 
 
+def _filled(empty: Iterable[dict[str, Any]]) -> Iterator[_Held]:
+    """Those of mappings without names that got some since."""
+    return (_Held(names, (), []) for names in empty if names)
+
+
 @functools.lru_cache(maxsize=4096)
 def _own_keys(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in OF_TORCH)
@@ -221,13 +258,16 @@ def _may_be_written(value: object) -> bool:
     return value.dtype != torch.bool or value.numel() == 1
 
 
-def _may_be_filled(value: object) -> bool:
-    """True for a container whose items a forward might change; not of results of an earlier one."""
-    if not isinstance(value, _CONTAINERS):
-        return False
+def _has_contents(value: object) -> bool:
+    """True for a container whose items might change."""
     if isinstance(value, tuple) and _PLAIN.issuperset(map(type, value)):  # a size, a stride
         return False
-    return not any(map(_has_graph, _items([value])))
+    return isinstance(value, _CONTAINERS)
+
+
+def _has_results(container: object) -> bool:
+    """True for a container of results of an earlier forward."""
+    return any(map(_has_graph, _items([container])))
 
 
 def _copied(
