@@ -92,9 +92,13 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
         raise PlanError(
             f"`{parts.unlike}` computes something else when it runs again, with all put back that"
             " modules lead to: its forward changes state outside of them (in globals, on classes,"
-            " in closures or iterators)",
+            " in closures or iterators), or code writes in place into what it was given or holds",
             where=f"plan: {plan}",
-            hints=["let the module hold that state: an attribute, a buffer", "or recompute=none"],
+            hints=[
+                "let the module hold that state: an attribute, a buffer",
+                "or put another tensor in its place: `x = x + y` for `x += y`",
+                "or recompute=none",
+            ],
         )
     if parts.parameter_of_rows and plan.data_degree > 1:
         raise PlanError(

@@ -6,7 +6,7 @@ The word checkpoint means saved weights elsewhere in this project.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint, create_selective_checkpoint_contexts
 
+from engines.blocks.arguments import Arguments
 from engines.blocks.forward_state import ForwardState
 from engines.blocks.selective import OTHER_PRODUCT, selective_contexts
 from engines.blocks.wrap import wrap_forward
@@ -56,18 +57,48 @@ def recompute_blocks(
         return
     for unit in profile.blocks():
         block = model.get_submodule(unit.name)
-        wrap_forward(block, _checkpointed(_how(kind, compiled=compiled, draws=draws)))
+        run = _compiled(kind) if compiled else _checkpointed(kind, draws)
+        wrap_forward(block, run)
 
 
-def _checkpointed(how: Callable[[nn.Module], dict[str, Any]]) -> Callable[..., object]:
+def _checkpointed(kind: Recompute, draws: bool) -> Callable[..., object]:
     def run(forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args = tuple(map(without_cache, args))
-        kwargs = {name: without_cache(value) for name, value in kwargs.items()}
-        return checkpoint(forward, *args, use_reentrant=False, **how(block), **kwargs)
+        given = Arguments(*without_caches(args, kwargs))
+        return checkpoint(
+            functools.partial(given.call, forward),
+            *given.tensors,
+            use_reentrant=False,
+            context_fn=functools.partial(_contexts, kind, block, draws, given.others),
+        )
 
     return run
+
+
+def _compiled(kind: Recompute) -> Callable[..., object]:
+    """As `_checkpointed`, for torch.compile: it can follow no contexts but those that torch made;
+    what it makes of writes in place writes into nothing that is kept."""
+    how: dict[str, Any] = {}
+    if kind is Recompute.SELECTIVE:
+        operators = list(kept_operators())
+        how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, operators)
+
+    def run(forward: Callable[..., object], block: nn.Module, *args: Any, **kwargs: Any) -> object:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args, kwargs = without_caches(args, kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **how, **kwargs)
+
+    return run
+
+
+def without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a block without empty caches: see `without_cache`."""
+    others = {name: without_cache(value) for name, value in kwargs.items()}
+    return tuple(map(without_cache, args)), others
 
 
 def without_cache(value: object) -> object:
@@ -89,21 +120,7 @@ def holds_state(block: nn.Module) -> bool:
     )
 
 
-def _how(kind: Recompute, *, compiled: bool, draws: bool) -> Callable[[nn.Module], dict[str, Any]]:
-    """The arguments of `checkpoint` for a block.
-
-    torch.compile can follow no contexts but those that torch made; what it makes of writes in place
-    writes into nothing that is kept.
-    """
-    if not compiled:
-        return lambda block: {"context_fn": functools.partial(_contexts, kind, block, draws)}
-    if kind is Recompute.FULL:
-        return lambda block: {}
-    selective = functools.partial(create_selective_checkpoint_contexts, list(kept_operators()))
-    return lambda block: {"context_fn": selective}
-
-
-def _contexts(kind: Recompute, block: nn.Module, draws: bool) -> Contexts:
+def _contexts(kind: Recompute, block: nn.Module, draws: bool, given: Sequence[object]) -> Contexts:
     """The contexts of the first and of the second run of a block."""
     first: AbstractContextManager[None]
     second: AbstractContextManager[None]
@@ -111,7 +128,8 @@ def _contexts(kind: Recompute, block: nn.Module, draws: bool) -> Contexts:
         first, second = selective_contexts()
     else:
         first, second = nullcontext(), nullcontext()
-    state, norms = ForwardState(list(block.modules()), draws=draws), _batch_norms(block)
+    state = ForwardState(list(block.modules()), draws=draws, given=given)
+    norms = _batch_norms(block)
 
     def again() -> AbstractContextManager[None]:
         own = _within(state.second(), second)

@@ -1,6 +1,7 @@
 """Trial of blocks that are to be recomputed: each runs twice on a copy of the model, as it would in
-a step. What it keeps where no module leads to (in a global, on a class, in a closure) is another
-one the second time, and gradients would be those of other activations."""
+a step, the second time when the whole forward is over. What it keeps where no module leads to (in a
+global, on a class, in a closure) is another one then, as is what code around it has written into,
+and gradients would be those of other activations."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engines.blocks.arguments import Arguments
 from engines.blocks.forward_state import ForwardState
-from engines.blocks.recompute import without_cache
+from engines.blocks.recompute import without_caches
 from engines.blocks.wrap import wrap_forward
 from profiles.capture.batch.call import Batch, LossFn, call_model
 from profiles.capture.batch.tree import map_batch
 from profiles.capture.fakes.tensors import stand_ins
 from profiles.model.profile import ModelProfile
-from profiles.torch_compat import is_batch_norm, tensors_in
+from profiles.torch_compat import is_batch_norm, tensors_in, version_of
 
 TOLERANCE = 1e-5
 
@@ -42,24 +44,29 @@ def run_twice(
     """Run each block twice on these rows."""
     unlike: list[str] = []
     drew: list[str] = []
+    again: list[Callable[[], None]] = []
     with torch.inference_mode(False), torch.enable_grad(), stand_ins([model], copies=True) as fakes:
         for module in model.modules():
             module.training &= not is_batch_norm(module)
         for unit in profile.blocks():
             run = functools.partial(
-                _twice,
+                _first,
+                again,
                 functools.partial(unlike.append, unit.name),
                 functools.partial(drew.append, unit.name),
             )
             wrap_forward(model.get_submodule(unit.name), run)
         try:
             call_model(model, map_batch(fakes.of, batch), has_target=loss_fn is not None)
+            for run_again in reversed(again):  # as a backward does
+                run_again()
         except Exception:  # of the user's code: the training says so
             return BlockTrial()
-    return BlockTrial(unlike[0] if unlike else "", bool(drew))
+    return BlockTrial(unlike[-1] if unlike else "", bool(drew))
 
 
-def _twice(
+def _first(
+    again: list[Callable[[], None]],
     note: Callable[[], object],
     note_draws: Callable[[], object],
     forward: Callable[..., object],
@@ -67,21 +74,27 @@ def _twice(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    args = tuple(map(without_cache, args))
-    kwargs = {name: without_cache(value) for name, value in kwargs.items()}
-    state, before = ForwardState(list(block.modules())), torch.get_rng_state()
+    given = Arguments(*without_caches(args, kwargs))
+    tensors, versions = given.tensors, list(map(version_of, given.tensors))
+    state = ForwardState(list(block.modules()), given=given.others)
+    drawn_from = torch.get_rng_state()
     with state.first():
-        output = forward(*args, **kwargs)
-    after = torch.get_rng_state()
-    torch.set_rng_state(before)
-    with state.second():
-        again = forward(*args, **kwargs)
-    torch.set_rng_state(after)
-    ones, others = tensors_in(output), tensors_in(again)
-    if len(ones) != len(others) or not all(map(_is_alike, ones, others)):
-        note()
+        output = given.call(forward)
     if state.has_drawn:
         note_draws()
+    ones = [tensor.detach().clone() for tensor in tensors_in(output)]
+
+    def second() -> None:
+        if list(map(version_of, tensors)) != versions:  # autograd would say so in the backward
+            note()
+            return
+        torch.set_rng_state(drawn_from)
+        with state.second():
+            others = tensors_in(given.call(forward, *tensors))
+        if len(ones) != len(others) or not all(map(_is_alike, ones, others)):
+            note()
+
+    again.append(second)
     return output
 
 
