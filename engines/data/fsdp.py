@@ -38,6 +38,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from engines.data.given_containers import GivenContainers
 from engines.data.hidden_outputs import close_output, open_output
 from engines.data.replicas import has_gradient
 from engines.plan import DataParallel, OffloadTo, Plan
@@ -102,6 +103,7 @@ def shard(
         _make_contiguous(p for p in module.parameters() if p not in ignored)
         module.register_forward_hook(_own_storage)
         module.register_forward_hook(open_output)
+        containers = GivenContainers(module)
         with _refused(name):
             sharded = fully_shard(
                 module,
@@ -111,6 +113,7 @@ def shard(
                 offload_policy=_offload(plan, mesh),
                 ignored_params=ignored,
             )
+        containers.begin(module)
         module.register_forward_hook(close_output)
         if name in profile.flow.changing_others:
             reduce_at_end(sharded)
