@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -62,12 +63,15 @@ def require_own_units_suffice(
     except Exception as error:  # of the user's code: not on a CPU, or no loss in eval mode
         log.info("stages are not tried: %s", summary(error))
         return
-    if whole.draws or not (whole.changes or whole.is_another_again):
+    if whole.draws or not (whole.changes or whole.changes_given or whole.is_another_again):
         return
     for segment in segments_of(plan, profile.flow, model):
         try:
             alone = trial.run(segment, whole)
         except Exception as error:  # of code that lacks something: the step will say so
+            if whole.changes_given:
+                what = f"the forward, which raises {summary(error)},"
+                raise _depends_on_others(what, segment, plan) from error
             log.info("stage %d is not tried: %s", segment.index, summary(error))
             continue
         if (unlike := alone.first_unlike(whole)) is not None:
@@ -100,12 +104,14 @@ class _Ran:
     Attributes:
         draws: random numbers were drawn.
         changes: the forward changes what modules keep.
+        changes_given: units change lists, dicts or objects that they are given.
     """
 
     calls: list[dict[int, tuple[str, list[object], object]]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     draws: bool = False
     changes: bool = False
+    changes_given: bool = False
 
     @property
     def is_another_again(self) -> bool:
@@ -194,7 +200,10 @@ class _Trial:
             if is_earlier and any(v.depends_on_parameters for v in flow.calls[number].values):
                 _, leaves, structure = known[number]
                 return unflatten([_given(leaf, arguments) for leaf in leaves], structure)
-            output = own(*args, **kwargs)
+            state = ForwardState([], given=arguments)
+            with state.first():
+                output = own(*args, **kwargs)
+            ran.changes_given |= state.is_changed or not _has_same((args, kwargs), arguments)
             leaves, structure = flatten(output)
             seen[number] = unit, [_kept(leaf, arguments) for leaf in leaves], structure
             if segment is not None and number == last and not segment.is_last:
@@ -202,6 +211,12 @@ class _Trial:
             return output
 
         return call
+
+
+def _has_same(given: object, arguments: Sequence[object]) -> bool:
+    """True if lists and dicts that a call was given hold the same `arguments` after it."""
+    leaves, _ = flatten(given)
+    return len(leaves) == len(arguments) and all(map(is_, leaves, arguments))
 
 
 def _kept(leaf: object, arguments: Sequence[object]) -> object:
