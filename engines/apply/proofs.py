@@ -69,7 +69,14 @@ def see_parts(build: Build, sample: Batch | None) -> LossParts:
     batch = few_rows(model, sample, profile) if build.plan.recompute is not Recompute.NONE else None
     if batch is None:
         return seen
-    trial = run_twice(model, batch, loss_fn, profile=profile)
+    trial = run_twice(
+        model,
+        batch,
+        loss_fn,
+        profile=profile,
+        compiled=build.plan.compile,
+        overlaps=build.plan.pp > 1 and build.plan.in_flight > 1,
+    )
     return seen.model_copy(update=trial._asdict())
 
 
@@ -89,17 +96,7 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
     parts = LossParts.model_validate_json(texts_of_ranks("loss of parts", text, world)[0])
     dims = build.profile.batch_dims
     if parts.unlike:
-        raise PlanError(
-            f"`{parts.unlike}` computes something else when it runs again, with all put back that"
-            " modules lead to: its forward changes state outside of them (in globals, on classes,"
-            " in closures or iterators), or code writes in place into what it was given or holds",
-            where=f"plan: {plan}",
-            hints=[
-                "let the module hold that state: an attribute, a buffer",
-                "or put another tensor in its place: `x = x + y` for `x += y`",
-                "or recompute=none",
-            ],
-        )
+        raise _is_unlike(parts.unlike, plan)
     if parts.parameter_of_rows and plan.data_degree > 1:
         raise PlanError(
             f"the forward changes its own parameter `{parts.parameter_of_rows}` by the rows that it"
@@ -135,6 +132,30 @@ def agree_on_parts(build: Build, sample: Batch | None, seen: LossParts) -> LossP
     if world.rank == 0:
         warn_of_state(parts, plan)
     return parts
+
+
+def _is_unlike(block: str, plan: Plan) -> PlanError:
+    """The refusal of a block that would recompute something else."""
+    differs = f"`{block}` computes something else when it runs again"
+    where, hints = f"plan: {plan}", ["or recompute=none"]
+    if plan.compile:
+        return PlanError(
+            f"{differs} after the forward, and torch.compile cannot follow how what it is given and"
+            " holds is put back for that",
+            where=where,
+            hints=["set compile=false", *hints],
+        )
+    return PlanError(
+        f"{differs}, with all put back that modules lead to: its forward changes state outside of"
+        " them (in globals, on classes, in closures or iterators), or code writes in place into"
+        " what it was given or holds",
+        where=where,
+        hints=[
+            "let the module hold that state: an attribute, a buffer",
+            "or put another tensor in its place: `x = x + y` for `x += y`",
+            *hints,
+        ],
+    )
 
 
 def _require_no_memory(parts: LossParts, build: Build) -> None:

@@ -5,6 +5,7 @@ and gradients would be those of other activations."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -39,9 +40,21 @@ class BlockTrial(NamedTuple):
 
 
 def run_twice(
-    model: nn.Module, batch: Batch, loss_fn: LossFn | None, *, profile: ModelProfile
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn | None,
+    *,
+    profile: ModelProfile,
+    compiled: bool = False,
+    overlaps: bool = False,
 ) -> BlockTrial:
-    """Run each block twice on these rows."""
+    """Run each block twice on these rows.
+
+    Args:
+        compiled: put nothing back for the second time, as torch's own checkpoint does where
+            torch.compile leaves one to it.
+        overlaps: another microbatch, of the same rows in another order, comes before the backward.
+    """
     unlike: list[str] = []
     drew: list[str] = []
     again: list[Callable[[], None]] = []
@@ -51,6 +64,7 @@ def run_twice(
         for unit in profile.blocks():
             run = functools.partial(
                 _first,
+                compiled,
                 again,
                 functools.partial(unlike.append, unit.name),
                 functools.partial(drew.append, unit.name),
@@ -58,14 +72,20 @@ def run_twice(
             wrap_forward(model.get_submodule(unit.name), run)
         try:
             call_model(model, map_batch(fakes.of, batch), has_target=loss_fn is not None)
-            for run_again in reversed(again):  # as a backward does
-                run_again()
+            seconds = again[::-1]  # as in a backward
+            if overlaps:
+                turned = map_batch(lambda t: fakes.of(t.flip(0) if t.dim() else t), batch)
+                with contextlib.suppress(Exception):  # of code that wants its rows in order
+                    call_model(model, turned, has_target=loss_fn is not None)
+            for second in seconds:
+                second()
         except Exception:  # of the user's code: the training says so
             return BlockTrial()
     return BlockTrial(unlike[-1] if unlike else "", bool(drew))
 
 
 def _first(
+    compiled: bool,
     again: list[Callable[[], None]],
     note: Callable[[], object],
     note_draws: Callable[[], object],
@@ -74,7 +94,8 @@ def _first(
     *args: Any,
     **kwargs: Any,
 ) -> object:
-    given = Arguments(*without_caches(args, kwargs))
+    args, kwargs = without_caches(args, kwargs)
+    given = Arguments(args, kwargs)
     tensors, versions = given.tensors, list(map(version_of, given.tensors))
     state = ForwardState(list(block.modules()), given=given.others)
     drawn_from = torch.get_rng_state()
@@ -89,8 +110,13 @@ def _first(
             note()
             return
         torch.set_rng_state(drawn_from)
-        with state.second():
-            others = tensors_in(given.call(forward, *tensors))
+        try:
+            with contextlib.nullcontext() if compiled else state.second():
+                made = forward(*args, **kwargs) if compiled else given.call(forward, *tensors)
+        except Exception:  # where the first run raised none
+            note()
+            return
+        others = tensors_in(made)
         if len(ones) != len(others) or not all(map(_is_alike, ones, others)):
             note()
 

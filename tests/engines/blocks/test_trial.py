@@ -162,6 +162,92 @@ def test_generators_are_put_back_where_blocks_draw_from_them(
     assert gradient_error(parallel, reference) < 1e-6
 
 
+class Rated(Block):
+    rate: float | Tensor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.out(x)) * self.rate
+
+
+class Growing(nn.Module):
+    """Raises a number on its block from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Rated() for _ in range(2)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0.5, 1.5):
+            for block in self.blocks:
+                assert isinstance(block, Rated)
+                block.rate = number
+                x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Gated(Growing):
+    """Puts on its blocks what it makes of the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            assert isinstance(block, Rated)
+            block.rate = x.mean(1, keepdim=True)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class OfFileGated(Gated):
+    """The same, by way of a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OfRows() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ROWS["mean"] = x.mean(1, keepdim=True)
+        return super().forward(x)
+
+
+ROWS: dict[str, Tensor] = {}
+
+
+class OfRows(Rated):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.out(x)) * ROWS["mean"]
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_what_the_model_puts_on_a_block_for_a_call_is_refused_where_it_is_compiled(
+    recompute: str,
+) -> None:
+    """Graphs of torch.compile keep it, but where it leaves a checkpoint to torch itself."""
+    with pytest.raises(PlanError, match="compile cannot follow how") as error:
+        spread(Case(Growing, _batch), f"recompute={recompute} compile=true")
+    assert "set compile=false" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiled", "unlike"),
+    [(Gated, False, ""), (Gated, True, "blocks.0"), (OfFileGated, False, "blocks.0")],
+)
+def test_blocks_are_tried_beside_another_microbatch_where_one_overlaps(
+    kind: type[nn.Module], compiled: bool, unlike: str
+) -> None:
+    case = Case(kind, _batch)
+    model, profile = case.build(), profile_of(case, case.build())
+
+    def tried(overlaps: bool) -> str:
+        rows = case.batch(2)
+        return run_twice(
+            model, rows, cross_entropy, profile=profile, compiled=compiled, overlaps=overlaps
+        ).unlike
+
+    assert (tried(False), tried(True)) == ("", unlike)
+
+
 def test_a_model_that_cannot_be_tried_may_draw() -> None:
     case = _case(Block)
     model = case.build()
