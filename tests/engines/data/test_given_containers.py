@@ -16,7 +16,7 @@ from tests.workers import Pool
 
 @dataclass
 class Made:
-    """What layers hand to each other."""
+    """Values that layers hand to each other."""
 
     count: int = 0
     last: Tensor | None = None
