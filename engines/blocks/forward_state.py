@@ -70,8 +70,8 @@ class ForwardState:
         holders = list(_holders(self._modules))
         known, empty = [_Held.of(n) for n in holders if n], [n for n in holders if not n]
         given = {str(place): value for place, value in enumerate(self._given)}
-        kept = (each.attributes for each in known if not each.is_plain())
-        objects = object_states(chain(kept, [given]))
+        saved = (each.attributes for each in known if not each.is_plain())
+        objects = object_states(chain(saved, [given]))
         self._objects = [state for state in objects if state.names is None]
         known += [_Held.of(state.names) for state in objects if state.names is not None]
         every: list[Any] = [v for each in known for v in each.values if type(v) not in _PLAIN]
@@ -117,13 +117,13 @@ class ForwardState:
         self._changed.update((id(names), name) for names, name, _ in self._before)
 
     def _changed_since(self) -> Iterator[tuple[dict[str, Any], str, object]]:
-        """What the first run left as it was, and others changed after it."""
+        """Names that the first run left as they were, and others changed after it."""
         for names, keys, values in (*self._at_start, *_filled(self._empty)):
             for name, value in zip(keys, values, strict=True):
                 container, items = self._contents.get(id(value), (value, value))
-                kept = value if _has_same(container, items, ()) else items
-                if names.get(name, _ABSENT) is not kept and (id(names), name) not in self._changed:
-                    yield names, name, kept
+                first = value if _has_same(container, items, ()) else items
+                if names.get(name, _ABSENT) is not first and (id(names), name) not in self._changed:
+                    yield names, name, first
             for name in set(_own_keys(tuple(names))).difference(keys):
                 if (id(names), name) not in self._changed:
                     yield names, name, _ABSENT

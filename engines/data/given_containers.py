@@ -19,7 +19,8 @@ _Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class GivenContainers:
-    """What the calls of one unit were given; does to that what their forwards do to the copies."""
+    """Containers that the calls of one unit were given: they become what its forwards make of the
+    copies."""
 
     def __init__(self, module: nn.Module) -> None:
         self._calls: list[tuple[_Given, list[_Copy]]] = []  # a unit may call itself

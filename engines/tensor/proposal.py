@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 from torch import nn
@@ -23,7 +23,7 @@ from engines.tensor.tie_rules import joined, owner
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.token_borders import with_borders
 from engines.tensor.token_rules import pairs_take_one_tensor
-from engines.tensor.unit_copy import UnitCopy, copy_unit
+from engines.tensor.unit_copy import UnitCopy, copy_unit, reads_left
 from engines.tensor.unit_kinds import UnitKind, unit_kinds
 from engines.tensor.unit_proof import CallResult, prove_unit, run_whole
 from engines.tensor.variants import Styles, sequence_variants, united
@@ -112,6 +112,7 @@ def propose_styles(
     first = {parameter: name for name, parameter in model.named_parameters()}
     whole = _in_several_units(model, running)  # what must be, by unit
     known: dict[tuple[str, frozenset[str]], _Trial] = {}
+    read = reads_left(profile.flow)
     while True:
         styles: Styles = {}
         why: dict[str, str] = {}
@@ -119,7 +120,7 @@ def propose_styles(
         for path, kind in [(path, alike) for alike in kinds for path in alike.paths]:
             key = kind.paths[0], whole.get(path, frozenset())
             if key not in known:
-                trial = _Trial(rules[key[0]], size=size, whole=key[1])
+                trial = _Trial(rules[key[0]], size=size, whole=key[1], read=read)
                 tokens = by_tokens and pairs_take_one_tensor(profile, key[0])
                 with _on_fakes(model, sample) if shapes_only else nullcontext():
                     trial.run(model, kind, by_tokens=tokens, shapes_only=shapes_only)
@@ -209,12 +210,14 @@ class _Trial:
 
     partial: frozenset[str] = frozenset()
 
-    def __init__(self, rules: UnitSplit, *, size: int, whole: frozenset[str]) -> None:
+    def __init__(
+        self, rules: UnitSplit, *, size: int, whole: frozenset[str], read: Container[str]
+    ) -> None:
         self.styles: Styles = {}
         self.why: dict[str, str] = {}
         self._rules = rules.without(whole)
         self._size = size
-        self._whole = whole
+        self._whole, self._read = whole, read
         self._copy: UnitCopy | None = None
         self._result: CallResult | None = None
 
@@ -225,7 +228,7 @@ class _Trial:
             self._take_rules()
             return
         try:
-            self._copy = copy_unit(model, kind)
+            self._copy = copy_unit(model, kind, read=self._read)
         except ModelError as error:
             if shapes_only:
                 self._take_rules()

@@ -26,7 +26,7 @@ from engines.tensor.tie_rules import joined
 from engines.tensor.tied_weights import split_differently
 from engines.tensor.token_borders import with_borders
 from engines.tensor.token_rules import SPLIT
-from engines.tensor.unit_copy import UnitCopy, copy_unit
+from engines.tensor.unit_copy import UnitCopy, copy_unit, reads_left
 from engines.tensor.unit_kinds import unit_kinds
 from engines.tensor.unit_proof import Verdict, prove_unit
 from engines.tensor.variants import ALONE, Styles, united
@@ -109,6 +109,7 @@ def prove_split(
     left = dict(styles)
     partial: dict[str, set[str]] = {}  # and the units in which they are so
     running: list[str] = []
+    read = reads_left(profile.flow)
     for kind in unit_kinds(model, sample, units, has_target=has_target):
         running += kind.paths
         copy: UnitCopy | None = None
@@ -118,7 +119,7 @@ def prove_split(
                 continue
             verdict = _of_layer(model.get_submodule(alike[0]), inner)
             if verdict is None:
-                copy = copy or copy_unit(model, kind)
+                copy = copy or copy_unit(model, kind, read=read)
                 verdict = prove_unit(copy, _alone(inner, copy.unit), size=size)
                 counts: Styles = {}
                 if verdict.why_not:

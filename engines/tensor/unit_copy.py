@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engines.blocks.forward_state import OF_TORCH
 from engines.tensor.copy_tree import copy_tree
 from engines.tensor.unit_kinds import UnitArguments, UnitKind, alone
 from profiles.capture.fakes.code_states import CodeStates
+from profiles.capture.fakes.object_states import object_states
 from profiles.errors import ModelError
+from profiles.model.flow import Flow
 from profiles.torch_compat import (
     is_fake,
     tensors_in,
@@ -45,6 +48,7 @@ class UnitCopy:
         values: of its parameters, by name. Not as initialised, because a bias of zeros or a norm
             of ones hides mistakes.
         code: state of the unit's code, which copies share: what functions close over, say.
+        is_read: others compute with what a call leaves on its modules, or in what it was given.
     """
 
     paths: tuple[str, ...]
@@ -54,6 +58,7 @@ class UnitCopy:
     used: frozenset[int]
     values: Mapping[str, Tensor] = field(repr=False)
     code: CodeStates = field(repr=False)
+    is_read: bool = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -72,9 +77,24 @@ class UnitCopy:
         }
         return copy.deepcopy(self.unit, memo)
 
-    def outputs(self, returned: object) -> list[Tensor]:
-        """The tensors of a call's output that are used."""
-        return [t for number, t in enumerate(tensors_in(returned)) if number in self.used]
+    def call(self, unit: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+        """Call `unit`: the tensors of its output that are used, and those that it leaves for
+        others."""
+        before = set(map(id, self._left(unit, args, kwargs)))
+        returned = tensors_in(unit(*args, **kwargs))
+        outputs = [t for number, t in enumerate(returned) if number in self.used]
+        return [*outputs, *(t for t in self._left(unit, args, kwargs) if id(t) not in before)]
+
+    def _left(self, unit: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+        """Results on modules, in arguments and in objects among these, if others read them."""
+        if not self.is_read:
+            return []
+        names = [vars(module) for module in unit.modules()]
+        values = [value for each in names for name, value in each.items() if name not in OF_TORCH]
+        values += [args, kwargs]
+        numbered = {str(number): value for number, value in enumerate(values)}
+        parts = [state.part for state in object_states([numbered])]
+        return [tensor for tensor in tensors_in([values, parts]) if tensor.is_floating_point()]
 
     def inputs(self) -> tuple[Any, Any, list[Tensor]]:
         """Arguments for one call, and the leaves that get their gradients.
@@ -94,9 +114,12 @@ class UnitCopy:
         return args, kwargs, leaves
 
 
-def copy_unit(model: nn.Module, kind: UnitKind) -> UnitCopy:
+def copy_unit(model: nn.Module, kind: UnitKind, *, read: Container[str] = ()) -> UnitCopy:
     """Copy the first unit of a kind with random numbers on which it runs and stays finite, and on
     which as many of its parameters as can be have a gradient: a mask may hide what others show.
+
+    Args:
+        read: units that leave results for others, beside what they return.
 
     Raises:
         ModelError: there are none, or the arguments of its call cannot be copied.
@@ -113,6 +136,7 @@ def copy_unit(model: nn.Module, kind: UnitKind) -> UnitCopy:
         for masks in Masks:
             try:
                 made = _made_up(original, paths, call, dtype, masks, code)
+                made = replace(made, is_read=any(path in read for path in paths))
                 with made.running():
                     outputs, reached, least = _tried(made)
             except Exception as error:  # the unit's own code, on numbers it was not made for
@@ -138,8 +162,8 @@ def _tried(made: UnitCopy) -> tuple[list[Tensor], int, int]:
     others = [t for t in tensors_in((args, kwargs)) if not t.requires_grad]
     if not others or any(map(is_fake, others)):
         with torch.no_grad():
-            return made.outputs(unit(*args, **kwargs)), 0, 0
-    outputs = made.outputs(unit(*args, **kwargs))
+            return made.call(unit, args, kwargs), 0, 0
+    outputs = made.call(unit, args, kwargs)
     ends = [t for t in outputs if t.requires_grad]
     torch.autograd.backward(ends, [torch.linspace(1, 2, t.numel()).to(t).view_as(t) for t in ends])
     gradients = [p.grad.to_dense() for p in unit.parameters() if p.grad is not None]
@@ -151,6 +175,11 @@ def _untried(path: str, why_not: str) -> ModelError:
         f"`{path}` cannot be tried alone: {why_not}",
         hints=["leave its layers out of `tensor_styles`"],
     )
+
+
+def reads_left(flow: Flow) -> frozenset[str]:
+    """The units that leave results for others beside what they return: on a list, say."""
+    return frozenset(c.unit for c in flow.calls if not all(v.is_returned for v in c.values))
 
 
 def first_line(error: Exception) -> str:

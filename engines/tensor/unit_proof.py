@@ -320,14 +320,14 @@ def _run(unit: nn.Module, copy: UnitCopy) -> CallResult:
 
 def _result(unit: nn.Module, copy: UnitCopy) -> CallResult:
     args, kwargs, given = copy.inputs()
-    outputs = copy.outputs(unit(*args, **kwargs))
+    outputs = copy.call(unit, args, kwargs)
     generator = torch.Generator().manual_seed(SEED)
     starts = [t for t in outputs if t.requires_grad]
     seeds = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in starts]
     torch.autograd.backward(starts, seeds)
     args, kwargs, _ = copy.inputs()
     with torch.no_grad():
-        again = copy.outputs(unit(*args, **kwargs))  # some modules take another path then
+        again = copy.call(unit, args, kwargs)  # some modules take another path then
     gradients = {
         n: p.grad.to_dense() if p.grad.is_sparse else p.grad
         for n, p in unit.named_parameters()

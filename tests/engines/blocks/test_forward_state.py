@@ -1,4 +1,4 @@
-"""What code around blocks puts on them is for the second run what it was for the first."""
+"""Attributes that code around blocks puts on them are for the second run those of the first."""
 
 from __future__ import annotations
 

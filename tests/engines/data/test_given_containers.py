@@ -1,4 +1,4 @@
-"""What sharded units put into lists and dicts that they are given is there for the others."""
+"""Items that sharded units put into lists and dicts which they are given reach the others."""
 
 from __future__ import annotations
 

@@ -262,3 +262,54 @@ def test_blocks_that_differ_in_a_function_or_its_name_are_tried_apart(
         "blocks.1.wide": "gather",
         "blocks.2.wide": "column",
     }
+
+
+class Leaving(nn.Module):
+    """A block that leaves a mean for others beside what it returns."""
+
+    def __init__(self, place: str, value: str) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(units.WIDTH, 64), nn.Linear(64, units.WIDTH)
+        self._place, self._value = place, value
+
+    def forward(self, x: Tensor, left: list[Tensor]) -> Tensor:
+        part = torch.relu(self.wide(x))
+        out: Tensor = self.back(part)
+        mean = (part if self._value == "part" else out).abs().mean()
+        if self._place == "list":
+            left.append(mean)
+        else:
+            self.mean = mean
+        return x + out
+
+
+class Penalised(nn.Module):
+    """Adds the means of its blocks, if `reads`."""
+
+    def __init__(self, place: str, value: str, *, reads: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaving(place, value) for _ in range(2))
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        left: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, left)
+        if not self.reads:
+            return x
+        means = left or [block.mean for block in self.blocks]
+        return x * (1 + torch.stack(means).sum())
+
+
+@pytest.mark.parametrize("place", ["list", "attribute"])
+@pytest.mark.parametrize(("value", "styles"), [("part", {"gather"}), ("whole", {"column", "row"})])
+def test_what_a_block_leaves_for_others_is_whole_too(
+    place: str, value: str, styles: set[str]
+) -> None:
+    """Each rank would add the mean of its part: gradients were 56 to 78 % off."""
+    assert set(dict(proposed(Penalised(place, value)).styles).values()) == styles
+
+
+def test_what_a_block_leaves_and_nobody_reads_may_be_a_part() -> None:
+    styles = dict(proposed(Penalised("attribute", "part", reads=False)).styles)
+    assert set(styles.values()) == {"column", "row"}
