@@ -245,6 +245,7 @@ def start_heartbeat() -> None:
         return
     if _current is not None and _current.belongs_to(dist.group.WORLD):
         return
+    end_heartbeat()  # of a group before: a process that ends in a thread's call of a store aborts
     store = default_store()
     if is_tcp(store):
         _current = Heartbeat(second_line(store), rank=dist.get_rank(), size=dist.get_world_size())

@@ -22,10 +22,12 @@ _WHOLE = {
     Kind.COLUMN: {_BEFORE},
     Kind.HEADS: {_BEFORE},
     Kind.ROW: {_AFTER},
-    Kind.GATHER: {_BEFORE, _AFTER},
-    Kind.VOCAB: {_BEFORE, _AFTER},
+    Kind.GATHER: {_BEFORE},
+    Kind.VOCAB: {_BEFORE},
 }
 """Hooks of split layers that see whole tensors."""
+_GATHERED = (Kind.GATHER, Kind.VOCAB)
+"""Layers whose outputs are gathered by a hook: what is registered after it sees them whole."""
 
 
 def hooked_part(model: nn.Module, styles: Styles) -> str | None:
@@ -35,7 +37,7 @@ def hooked_part(model: nn.Module, styles: Styles) -> str | None:
         for path, module in model.named_modules()
         if (names := {name for name, _ in own_hooks(module)} & {*AROUND_CALLS})
     }
-    parts = _Parts(model, styles) if hooked else None
+    parts = _Parts(model, styles, is_split=False) if hooked else None
     return next((p for p, names in hooked.items() if parts and names & parts.of(p)), None)
 
 
@@ -49,7 +51,7 @@ class OwnHooks:
     """
 
     def __init__(self, model: nn.Module, styles: Styles, *, of_tokens: bool, warns: bool) -> None:
-        parts = _Parts(model, styles)
+        parts = _Parts(model, styles, is_split=True)
         self._split = "sequences" if of_tokens else "layers there"
         self._axis = "cp" if of_tokens else "tp"
         self._hooks = [
@@ -79,10 +81,16 @@ class OwnHooks:
 
 
 class _Parts:
-    """Modules of a split model in which a rank has parts of tensors."""
+    """Modules of a split model in which a rank has parts of tensors.
 
-    def __init__(self, model: nn.Module, styles: Styles) -> None:
+    Args:
+        is_split: hooks come after those of the split.
+    """
+
+    def __init__(self, model: nn.Module, styles: Styles, *, is_split: bool) -> None:
         self._styles = styles
+        self._is_split = is_split
+        self._embeddings = {p for p, m in model.named_modules() if isinstance(m, nn.Embedding)}
         self._cuts = {path: s.kind for path, each in styles.items() if (s := cutting(each))}
         self._order = {path: number for number, (path, _) in enumerate(model.named_modules())}
         self._bare = {p for p, m in model.named_modules() if next(m.parameters(), None) is None}
@@ -99,7 +107,8 @@ class _Parts:
             return {*AROUND_CALLS}
         kind = self._cuts.get(path)
         if kind is not None:
-            return {*AROUND_CALLS} - _WHOLE[kind]
+            is_gathered = kind in _GATHERED and (self._is_split or path in self._embeddings)
+            return {*AROUND_CALLS} - _WHOLE[kind] - ({_AFTER} if is_gathered else set())
         has_columns, has_rows = self._has(path, self._columns), self._has(path, self._rows)
         if has_columns and has_rows:
             return set()

@@ -176,17 +176,14 @@ def _add_collectives(
         return args, {name: again(value) for name, value in kwargs.items()}
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    # First of all hooks, so that one of the user's own takes what the whole layer returns.
     if style.kind is Kind.GATHER:
         cut = Slice(feature_dim(module), style.packs)
         module.register_forward_hook(
-            lambda module, args, output: collectives.gather(output, cut, length=outputs),
-            prepend=True,
+            lambda module, args, output: collectives.gather(output, cut, length=outputs)
         )
     elif style.kind is Kind.VOCAB:
         module.register_forward_hook(
-            lambda module, args, output: VocabLogits.of(output, collectives, length=outputs),
-            prepend=True,
+            lambda module, args, output: VocabLogits.of(output, collectives, length=outputs)
         )
 
 

@@ -37,7 +37,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def train(steps: int, **options: object) -> Sequence[TrainingRun]:
+def train(steps: int, *, by_hand: bool = False, **options: object) -> Sequence[TrainingRun]:
     """Runs saved after so many steps of a small GPT."""
     ids = torch.randint(0, 64, (4, 16))
     cluster = cpus(1)
@@ -50,7 +50,7 @@ def train(steps: int, **options: object) -> Sequence[TrainingRun]:
     )
     for _ in range(steps):
         parallel.train_step((ids, ids))
-    if options.get("learns") == "by hand":
+    if by_hand:
         assert keep_run(parallel, peak_bytes=5e8) is not None
     del parallel
     gc.collect()
@@ -106,7 +106,7 @@ def test_short_runs_and_runs_with_learns_false_are_not_saved(
 
 @pytest.mark.usefixtures("_own_cache")
 def test_a_run_saved_by_hand_is_not_saved_again() -> None:
-    (run,) = train(25, learns="by hand")
+    (run,) = train(25, by_hand=True)
     assert run.peak is not None
     assert run.peak.measured_bytes == 5e8
 
