@@ -71,7 +71,8 @@ class Heartbeat:
         store.set(alive_key(rank), "0")  # from now on the rank before watches this one
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._watch_store, name="store watch", daemon=True).start()
+        self._watch = threading.Thread(target=self._watch_store, name="store watch", daemon=True)
+        self._watch.start()
 
     def belongs_to(self, group: object) -> bool:
         """True if it beats for this default group."""
@@ -80,7 +81,8 @@ class Heartbeat:
     def end(self, word: str = LEFT) -> None:
         """Tell the others that this rank is done, and stop."""
         self._ended.set()
-        self._thread.join(timeout=EVERY_S)
+        for thread in (self._thread, self._watch):  # a process that ends before they do aborts
+            thread.join(timeout=EVERY_S)
         with contextlib.suppress(RuntimeError):
             self._store.set(alive_key(self._rank), word)
 
@@ -104,8 +106,7 @@ class Heartbeat:
         Turns are counted, not seconds: the whole job may have been suspended.
         """
         seen, turns = -1, 0
-        while self._thread.is_alive():
-            time.sleep(EVERY_S)
+        while self._thread.is_alive() and not self._ended.wait(EVERY_S):
             seen, turns = self._beats, turns + 1 if self._beats == seen else 0
             if turns * EVERY_S > SILENT_S:
                 self._has_hung_up = True
@@ -245,7 +246,7 @@ def start_heartbeat() -> None:
         return
     if _current is not None and _current.belongs_to(dist.group.WORLD):
         return
-    end_heartbeat()  # of a group before: a process that ends in a thread's call of a store aborts
+    end_heartbeat()  # of a group that was destroyed before
     store = default_store()
     if is_tcp(store):
         _current = Heartbeat(second_line(store), rank=dist.get_rank(), size=dist.get_world_size())

@@ -37,7 +37,6 @@ def _rank(
     heartbeat.EVERY_S, heartbeat.LOOK_EVERY_S = 0.1, 0.2
     heartbeat.ENDED_AFTER_S = activity.STACK_AFTER_S = 0.5
     join_world(timeout_s=TIMEOUT_S)
-    heartbeat.start_heartbeat()
     try:
         answer.send(body(*words))
     except RankError as error:

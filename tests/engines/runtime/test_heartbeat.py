@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from engines.runtime import heartbeat
 from engines.runtime.activity import activity
 from engines.runtime.failures import has_store
-from engines.runtime.world import World, rank_error_context, require_same
+from engines.runtime.world import World, join_world, rank_error_context, require_same
 from tests.engines.runtime import fault_jobs
 from tests.engines.runtime.fault_jobs import TIMEOUT_S, ends
 from tests.nightly import nightly
@@ -74,6 +75,30 @@ def job(mode: str) -> str:
     if mode == "last" and world.rank == 2:
         time.sleep(1)  # the others end meanwhile, rank 0 with the store among them
     return "done" if has_store() else "the store is gone"
+
+
+def beating() -> list[str]:
+    """Threads of the heartbeat."""
+    names = ("heartbeat", "store watch")
+    return sorted(thread.name for thread in threading.enumerate() if thread.name in names)
+
+
+def threads_of_two_groups() -> str:
+    """Threads in a group, and after the end of the next one's heartbeat."""
+    first = beating()
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    join_world(timeout_s=TIMEOUT_S)
+    second = beating()
+    dist.barrier()
+    heartbeat.end_heartbeat()
+    return f"{first} {second} {beating()}"
+
+
+def test_no_thread_outlives_the_end_of_its_heartbeat() -> None:
+    """The process aborts if it ends while one holds the group, or is in a call of the store."""
+    one = ["heartbeat", "store watch"]
+    assert fault_jobs.answers(threads_of_two_groups, ranks=2) == [f"{one} {one} []"] * 2
 
 
 def answers(mode: str) -> list[str]:
