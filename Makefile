@@ -48,7 +48,7 @@ demo: $(STAMP)
 	@start=$$SECONDS; $(BIN)/advise demo $(DEMO); echo "== demo took $$((SECONDS - start)) s"
 
 test: $(STAMP)
-	@echo "== tests: 15 to 24 minutes on 2 cores"
+	@echo "== tests: 20 to 35 minutes on 2 cores"
 	@start=$$SECONDS; $(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS); \
 	echo "== tests took $$((SECONDS - start)) s"
 
