@@ -89,12 +89,11 @@ def require_kinds(given: Mapping[str, object]) -> None:
     Raises:
         InputError: one is of the other kind.
     """
-    for name in given.keys() & NUMBERS:
-        if isinstance(given[name], bool):
-            raise InputError(f"`{name}` wants a number, not {given[name]}")
-    for name in given.keys() & FLAGS:
-        if not hasattr(given[name], "__bool__"):
-            raise InputError(f"`{name}` is {a_type(given[name])}, it must be True or False")
+    for name, value in given.items():
+        if name in NUMBERS and isinstance(value, bool):
+            raise InputError(f"`{name}` wants a number, not {value}")
+        if name in FLAGS and not hasattr(value, "__bool__"):
+            raise InputError(f"`{name}` is {a_type(value)}, it must be True or False")
 
 
 def optimizer_of(given: OptimizerLike) -> torch.optim.Optimizer | OptimizerFactory | None:

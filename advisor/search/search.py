@@ -41,7 +41,7 @@ from profiles.machine.cluster import ClusterProfile
 
 # Rows estimated to find the nearest miss, if none fits.
 _FEW_PASSES = 1024
-"""Forwards of a round on all stages, which are played in 1 ms; a peak takes 2 to 3."""
+"""Forwards of a round on all stages, which are played sooner than a peak is bounded."""
 _MOST_MISSING = 12
 Rows = NDArray[np.int64]
 """Indices of rows of a space."""

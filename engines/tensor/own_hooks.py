@@ -51,13 +51,13 @@ class OwnHooks:
     """
 
     def __init__(self, model: nn.Module, styles: Styles, *, of_tokens: bool, warns: bool) -> None:
-        parts = _Parts(model, styles, is_split=True)
+        parts = _Parts(model, styles, is_split=True) if warns and not of_tokens else None
         self._split = "sequences" if of_tokens else "layers there"
         self._axis = "cp" if of_tokens else "tp"
         self._hooks = [
             (path, getattr(module, name))
             for path, module in (model.named_modules() if warns else ())
-            for name in (AROUND_CALLS if of_tokens else sorted(parts.of(path)))
+            for name in (sorted(parts.of(path)) if parts is not None else AROUND_CALLS)
         ]
         self._counts = self._count()
 

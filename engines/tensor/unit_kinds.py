@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -104,8 +105,15 @@ def _setting(value: object) -> Hashable:
     if isinstance(value, str):
         return re.sub(r"\d+", "#", value)
     if isinstance(value, functools.partial):
-        return _setting(value.func)
-    return getattr(value, "__code__", None)
+        given = (*value.args, *value.keywords.items())
+        return _setting(value.func), tuple(map(_setting, given))
+    if isinstance(value, tuple):
+        return tuple(map(_setting, value))
+    if isinstance(value, MethodType):
+        return _setting(value.__func__)
+    if isinstance(value, FunctionType):
+        return value.__code__
+    return value if isinstance(value, BuiltinFunctionType | type | torch.dtype) else None
 
 
 def _calls(

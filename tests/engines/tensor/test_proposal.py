@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -251,7 +253,15 @@ def _scaled(x: Tensor) -> Tensor:
     return 2 * x
 
 
-@pytest.mark.parametrize(("one", "other"), [(_scaled, _centred), ("relu", "mean")])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (_scaled, _centred),
+        ("relu", "mean"),
+        (torch.relu, functools.partial(torch.softmax, dim=-1)),
+        (functools.partial(torch.softmax, dim=1), functools.partial(torch.softmax, dim=2)),
+    ],
+)
 def test_blocks_that_differ_in_a_function_or_its_name_are_tried_apart(
     one: object, other: object
 ) -> None:
