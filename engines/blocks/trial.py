@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ def run_twice(
     """
     unlike: list[str] = []
     drew: list[str] = []
-    again: list[Callable[[], None]] = []
+    seconds: list[Callable[[], None]] = []
     with torch.inference_mode(False), torch.enable_grad(), stand_ins([model], copies=True) as fakes:
         for module in model.modules():
             module.training &= not is_batch_norm(module)
@@ -65,19 +66,18 @@ def run_twice(
             run = functools.partial(
                 _first,
                 compiled,
-                again,
+                seconds,
                 functools.partial(unlike.append, unit.name),
                 functools.partial(drew.append, unit.name),
             )
             wrap_forward(model.get_submodule(unit.name), run)
         try:
             call_model(model, map_batch(fakes.of, batch), has_target=loss_fn is not None)
-            seconds = again[::-1]  # as in a backward
             if overlaps:
                 turned = map_batch(lambda t: fakes.of(t.flip(0) if t.dim() else t), batch)
                 with contextlib.suppress(Exception):  # of code that wants its rows in order
                     call_model(model, turned, has_target=loss_fn is not None)
-            for second in seconds:
+            for second in reversed(seconds):  # as in a backward
                 second()
         except Exception:  # of the user's code: the training says so
             return BlockTrial()
@@ -86,7 +86,7 @@ def run_twice(
 
 def _first(
     compiled: bool,
-    again: list[Callable[[], None]],
+    seconds: list[Callable[[], None]],
     note: Callable[[], object],
     note_draws: Callable[[], object],
     forward: Callable[..., object],
@@ -99,7 +99,7 @@ def _first(
     tensors, versions = given.tensors, list(map(version_of, given.tensors))
     state = ForwardState(list(block.modules()), given=given.others)
     drawn_from = torch.get_rng_state()
-    with state.first():
+    with state.first(), _saved_sums() as saved:
         output = given.call(forward)
     if state.has_drawn:
         note_draws()
@@ -111,17 +111,50 @@ def _first(
             return
         torch.set_rng_state(drawn_from)
         try:
-            with contextlib.nullcontext() if compiled else state.second():
+            with contextlib.nullcontext() if compiled else state.second(), _saved_sums() as again:
                 made = forward(*args, **kwargs) if compiled else given.call(forward, *tensors)
         except Exception:  # where the first run raised none
             note()
             return
         others = tensors_in(made)
-        if len(ones) != len(others) or not all(map(_is_alike, ones, others)):
+        is_alike = len(ones) == len(others) and all(map(_is_alike, ones, others))
+        if not is_alike or len(saved) != len(again) or not all(map(_is_close, saved, again)):
             note()
 
-    again.append(second)
+    seconds.append(second)
     return output
+
+
+class _Sums(NamedTuple):
+    """Of the elements of a tensor that autograd saves."""
+
+    plain: float
+    absolute: float
+
+
+@contextlib.contextmanager
+def _saved_sums() -> Iterator[list[_Sums]]:
+    """Note what the backward reads: a norm's output is that of an input of any scale, for example,
+    its gradient is not. The tensors themselves would be the memory that recompute saves."""
+    sums: list[_Sums] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        is_parameter = tensor.is_leaf and tensor.requires_grad
+        if not is_parameter and (tensor.is_floating_point() or tensor.is_complex()):
+            values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+            plain, absolute = values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
+            sums.append(_Sums(float(plain), float(absolute)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sums
+
+
+def _is_close(one: _Sums, other: _Sums) -> bool:
+    if math.isnan(one.plain) or math.isnan(other.plain):
+        return math.isnan(one.plain) == math.isnan(other.plain)
+    allowed = TOLERANCE * (1 + max(one.absolute, other.absolute))
+    return one == other or max(abs(a - b) for a, b in zip(one, other, strict=True)) <= allowed
 
 
 def _is_alike(one: Tensor, other: Tensor) -> bool:

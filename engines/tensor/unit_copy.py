@@ -22,6 +22,7 @@ from profiles.model.flow import Flow
 from profiles.torch_compat import (
     is_fake,
     tensors_in,
+    version_of,
 )
 
 SEED = 20
@@ -80,13 +81,16 @@ class UnitCopy:
     def call(self, unit: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
         """Call `unit`: the tensors of its output that are used, and those that it leaves for
         others."""
-        before = set(map(id, self._left(unit, args, kwargs)))
+        before = self._left(unit, args, kwargs)
+        written = {id(tensor): version_of(tensor) for tensor in before}
         returned = tensors_in(unit(*args, **kwargs))
         outputs = [t for number, t in enumerate(returned) if number in self.used]
-        return [*outputs, *(t for t in self._left(unit, args, kwargs) if id(t) not in before)]
+        left = {id(tensor): tensor for tensor in self._left(unit, args, kwargs)}
+        return [*outputs, *(t for key, t in left.items() if written.get(key) != version_of(t))]
 
     def _left(self, unit: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-        """Results on modules, in arguments and in objects among these, if others read them."""
+        """Results on modules, in arguments, in objects among these and in the names and containers
+        of the unit's code, if others read them."""
         if not self.is_read:
             return []
         names = [vars(module) for module in unit.modules()]
@@ -94,7 +98,8 @@ class UnitCopy:
         values += [args, kwargs]
         numbered = {str(number): value for number, value in enumerate(values)}
         parts = [state.part for state in object_states([numbered])]
-        return [tensor for tensor in tensors_in([values, parts]) if tensor.is_floating_point()]
+        tensors = [*tensors_in([values, parts]), *self.code.tensors()]
+        return [tensor for tensor in tensors if tensor.is_floating_point()]
 
     def inputs(self) -> tuple[Any, Any, list[Tensor]]:
         """Arguments for one call, and the leaves that get their gradients.

@@ -29,7 +29,7 @@ from profiles.capture.fakes.object_states import (
     object_states,
 )
 from profiles.errors import ModelError
-from profiles.torch_compat import version_of
+from profiles.torch_compat import tensors_in, version_of
 
 _CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 """Classes whose items are theirs alone: those of the user's own may make them when asked."""
@@ -84,6 +84,8 @@ class CodeStates:
         self._undo: list[Callable[[], object]] = []
         self._known: set[int] = set()
         self._objects: set[int] = set()
+        self._names: list[Mapping[str, Any]] = []
+        self._containers: list[Any] = []
         self.states: list[ObjectState] = []
         self._iterators: dict[int, _Iterator] = {}
         code = [*functions, *(value for kind in own for value in vars(kind).values())]
@@ -114,6 +116,17 @@ class CodeStates:
             if not (state.has_items and _is_same(state.now().part, state.part)):
                 state.put(state.part)
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that its names, containers and objects lead to by now."""
+        of_names = [
+            value
+            for names in self._names
+            for value in names.values()
+            if isinstance(value, Tensor)
+            or (type(value) in _CONTAINERS and len(value) <= _MOST_ITEMS)
+        ]
+        return tensors_in([of_names, self._containers, [state.part for state in self.states]])
+
     def require_place(self) -> None:
         """Require that no generator is elsewhere.
 
@@ -137,6 +150,7 @@ class CodeStates:
         put: Callable[[str, Any], object],
         remove: Callable[[str], object],
     ) -> None:
+        self._names.append(names)
         before = {n: v for n, v in names.items() if not n.startswith("__")}
 
         def undo() -> None:
@@ -231,6 +245,7 @@ class CodeStates:
 
     def _note_container(self, container: Any) -> None:
         items = container.copy()
+        self._containers.append(container)
 
         def undo() -> None:
             if _is_same(container, items):

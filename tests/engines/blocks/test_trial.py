@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, layer_norm
 
 from engines.blocks.trial import BlockTrial, run_twice
 from profiles.errors import PlanError
@@ -53,6 +53,13 @@ class OfClosure(Block):
 
     def scale(self) -> float:
         return self.tick()
+
+
+class BeforeNorm(OfFile):
+    """Gives the same whatever the scale; its gradient is another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(self.out(x) * self.scale(), (6,), eps=1e-12)
 
 
 class OfIterator(Block):
@@ -125,7 +132,7 @@ def _case(kind: type[nn.Module]) -> Case:
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("kind", [OfFile, OfClass, OfClosure, OfIterator])
+@pytest.mark.parametrize("kind", [OfFile, OfClass, OfClosure, OfIterator, BeforeNorm])
 def test_state_that_no_module_leads_to_is_refused_under_recompute(
     kind: type[nn.Module], recompute: str
 ) -> None:

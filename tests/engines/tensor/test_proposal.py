@@ -274,6 +274,10 @@ def test_blocks_that_differ_in_a_function_or_its_name_are_tried_apart(
     }
 
 
+MEANS: list[Tensor] = []
+TOTAL = {"mean": torch.zeros((), dtype=torch.float64)}
+
+
 class Leaving(nn.Module):
     """A block that leaves a mean for others beside what it returns."""
 
@@ -286,8 +290,10 @@ class Leaving(nn.Module):
         part = torch.relu(self.wide(x))
         out: Tensor = self.back(part)
         mean = (part if self._value == "part" else out).abs().mean()
-        if self._place == "list":
-            left.append(mean)
+        if self._place == "tensor":
+            TOTAL["mean"] += mean
+        elif self._place != "attribute":
+            (MEANS if self._place == "global" else left).append(mean)
         else:
             self.mean = mean
         return x + out
@@ -303,21 +309,29 @@ class Penalised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         left: list[Tensor] = []
+        MEANS.clear()
+        TOTAL["mean"] = x.new_zeros(())
         for block in self.blocks:
             x = block(x, left)
         if not self.reads:
             return x
-        means = left or [block.mean for block in self.blocks]
+        means = left or MEANS or [getattr(block, "mean", TOTAL["mean"]) for block in self.blocks]
         return x * (1 + torch.stack(means).sum())
 
 
-@pytest.mark.parametrize("place", ["list", "attribute"])
+@pytest.mark.parametrize("place", ["list", "attribute", "global"])
 @pytest.mark.parametrize(("value", "styles"), [("part", {"gather"}), ("whole", {"column", "row"})])
 def test_what_a_block_leaves_for_others_is_whole_too(
     place: str, value: str, styles: set[str]
 ) -> None:
     """Each rank would add the mean of its part: gradients were 56 to 78 % off."""
     assert set(dict(proposed(Penalised(place, value)).styles).values()) == styles
+
+
+def test_a_block_that_adds_to_a_tensor_which_others_read_is_not_split() -> None:
+    """Ranks of a trial share it."""
+    with pytest.raises(PlanError, match="no layer that tensor parallelism could split"):
+        proposed(Penalised("tensor", "part"))
 
 
 def test_what_a_block_leaves_and_nobody_reads_may_be_a_part() -> None:
