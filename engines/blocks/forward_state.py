@@ -3,9 +3,10 @@ between units on a rank with two stages.
 
 Buffers and plain attributes of modules, and of objects that they keep (moments, counters,
 temperatures, caches), may be changed in place or replaced, lists, dicts and sets that are
-attributes may get other items, also those in tuples, and generators may be drawn from: Python's and
-numpy's too. The second run sees them as the first one did, and leaves no trace: also where others
-changed them since, such as a model that puts a mask or a number on its blocks before each call.
+attributes may get other items, also those in tuples, hooks may be added where an attribute says
+that there are none yet, and generators may be drawn from: Python's and numpy's too. The second run
+sees them as the first one did, and leaves no trace: also where others changed them since, such as a
+model that puts a mask or a number on its blocks before each call.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import copy
 import functools
 import random
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -31,6 +32,7 @@ from profiles.torch_compat import CALL, is_batch_norm, version_of
 OF_TORCH = frozenset({*vars(nn.Module()), CALL}) - {"training"}
 """Attributes of every module: parameters, modules, hooks and how it is called; buffers are looked
 at apart."""
+_Hooks = dict[int, Callable[..., Any]]
 _ABSENT = object()
 _CONTAINERS = (list, dict, set, deque, tuple)
 _PLAIN = frozenset(
@@ -62,6 +64,7 @@ class ForwardState:
         self._empty: list[dict[str, Any]] = []
         self._contents: dict[int, tuple[Any, Any]] = {}
         self._changed: set[tuple[int, str]] = set()
+        self._hooks: list[tuple[_Hooks, _Hooks]] = []
         self._drawn: tuple[Any, Any] | None = None
 
     @contextmanager
@@ -79,10 +82,12 @@ class ForwardState:
         containers = {i: pair for i, pair in contents.items() if not _has_results(pair[1])}
         tensors = filter(_may_be_written, [*every, *_items(c for c, _ in containers.values())])
         values = {id(t): (t, version_of(t), t.clone()) for t in tensors}
+        hooks = [(each, each.copy()) for each in _hooks(self._modules)]
         numbers = (random.getstate(), np.random.get_state(legacy=False)) if self._draws else None
         try:
             yield
         finally:
+            self._hooks = [(each, old) for each, old in hooks if each.keys() != old.keys()]
             self._drawn = numbers if numbers is not None and _has_drawn(*numbers) else None
             written = {i: clone for i, (t, v, clone) in values.items() if version_of(t) != v}
             filled = {i: n for i, (c, n) in containers.items() if not _has_same(c, n, written)}
@@ -159,15 +164,18 @@ class ForwardState:
                 if isinstance(v, (Tensor, *_CONTAINERS)) and not _has_graph(v)
             }
         objects = [state.now() for state in self._objects]
+        hooks = [(each, each.copy()) for each, _ in self._hooks]
         numbers = self._drawn and (random.getstate(), np.random.get_state(legacy=False))
         _draw_from(self._drawn)
         _put((names, name, copies.get(id(value), value)) for names, name, value in before)
         for state in self._objects:
             state.put(state.part)
+        _put_hooks(self._hooks)
         try:
             yield
         finally:
             _put(iter(now))
+            _put_hooks(hooks)
             for state in objects:
                 state.put(state.part)
             _draw_from(numbers)
@@ -210,6 +218,18 @@ def _holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
         if not is_batch_norm(module):
             yield vars(module)
             yield module._buffers
+
+
+def _hooks(modules: Iterable[nn.Module]) -> Iterator[_Hooks]:
+    for module in modules:
+        yield module._forward_hooks
+        yield module._forward_pre_hooks
+
+
+def _put_hooks(hooks: Iterable[tuple[_Hooks, _Hooks]]) -> None:
+    for each, wanted in hooks:
+        each.clear()
+        each.update(wanted)
 
 
 class _Held(NamedTuple):

@@ -5,8 +5,9 @@
     --workers N    trees that are tested side by side (2)
     --show         print the table of what was kept
 
-Every mutant stands alone in a copy of the tree. Tests of its file are run first, then those of its
-folder, then the contracts; a test elsewhere may kill a survivor yet. What is kept in
+Every mutant stands alone in a copy of the tree. Tests of its file are run first, then those that
+import it and those of its folder, then the contracts; a test elsewhere may kill a survivor yet. A
+test that also fails in an unchanged copy kills nothing. What is kept in
 tests/validation/mutants.json is not tested again. Needs `cosmic-ray` (`make mutants` installs it).
 """
 
@@ -16,29 +17,35 @@ import argparse
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import Queue
+from typing import IO
 
 from profiles.record import Document, Record
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "tests/validation/mutants.json"
-MOST_S = 1200.0
-"""Of a stage of tests; a mutant whose tests do not end is killed by that."""
+MOST_S = 300.0
+"""Of a test, several times the longest; a mutant whose test does not end is killed by it."""
+MOST_USERS = 8
+"""Files of tests elsewhere that import the mutated one, to be run too; others are used by all."""
 
 
 class Result(Record):
     """The end of a mutant.
 
     Attributes:
-        killed_by: "file", "folder" or "contract", for the tests that failed; empty if none did.
+        killed_by: the test that failed or did not end; the first file of tests that could not
+            begin; empty if all passed.
     """
 
     number: int
@@ -87,9 +94,8 @@ def _measured(report: Report, seed: int, count: int, workers: int) -> Report:
             tree = trees.get()
             try:
                 (tree / mutant.path).write_text(mutant.text)
-                killed_by = next(
-                    (stage for stage, tests in _stages(mutant.path) if _fails(tree, tests)), ""
-                )
+                failed = (_failed(tree, ["-x", *tests]) for tests in _stages(mutant.path) if tests)
+                killed_by = next((each[0] for each in failed if each), "")
                 shutil.copy(ROOT / mutant.path, tree / mutant.path)
             finally:
                 trees.put(tree)
@@ -112,6 +118,11 @@ def _measured(report: Report, seed: int, count: int, workers: int) -> Report:
                 by = result.killed_by or "SURVIVED"
                 sys.stdout.write(f"{result.number} {result.path} {result.operator}: {by}\n")
                 sys.stdout.flush()
+        killers = {each.killed_by for each in report.results if each.number not in done} - {""}
+        fails_always = _failed(trees.get(), sorted(killers)) if killers else []
+    sound = tuple(each for each in report.results if each.killed_by not in fails_always)
+    report = report.model_copy(update={"results": sound})
+    report.save(REPORT)
     return report
 
 
@@ -120,41 +131,63 @@ def _copy(tree: Path) -> Path:
     return Path(shutil.copytree(ROOT, tree, ignore=skipped))
 
 
-def _stages(path: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the tests of the file, of its folder, and the contracts."""
-    file = Path("tests") / path
-    own = [str(one) for one in sorted(ROOT.glob(f"{file.parent}/test_{file.stem}*.py"))]
-    if own:
-        yield "file", own
-    package = Path(*file.parts[:3])
-    folder = file.parent if (ROOT / file.parent).is_dir() else package
-    others = [str(one) for one in sorted((ROOT / folder).rglob("test_*.py")) if str(one) not in own]
-    yield "folder", others
-    yield "contract", [str(one) for one in sorted(ROOT.glob("tests/contract/test_*.py"))]
+def _stages(path: str) -> Iterator[list[str]]:
+    """Yield the tests of the file, then those that import it and of its folder, the contracts."""
+    file = ROOT / "tests" / path
+    own = sorted(file.parent.glob(f"test_{file.stem}*.py"))
+    yield _names(own)
+    module = re.escape(path.removesuffix(".py").replace("/", "."))
+    imports = re.compile(rf"^\s*(from|import) {module}\b", re.MULTILINE)
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    users = [test for test in tests if imports.search(test.read_text())]
+    near = [*file.parent.rglob("test_*.py"), *(users if len(users) <= MOST_USERS else ())]
+    yield _names(sorted({*near} - {*own}))
+    yield _names(sorted((ROOT / "tests/contract").glob("test_*.py")))
 
 
-def _fails(tree: Path, tests: list[str]) -> bool:
-    """True if one of `tests` fails in `tree`, or they do not end."""
-    if not tests:
-        return False
-    tests = [str(Path(test).relative_to(ROOT)) for test in tests]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    process = subprocess.Popen(
-        command,
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(timeout=MOST_S) == 1
-    except subprocess.TimeoutExpired:
-        return True
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _names(tests: Iterable[Path]) -> list[str]:
+    return [str(test.relative_to(ROOT)) for test in tests]
+
+
+def _failed(tree: Path, arguments: list[str]) -> list[str]:
+    """Return the tests that fail in `tree`; the last that began if it does not end."""
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider"]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree), **_ENV},
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _wait(process, output)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            status = process.wait()
+        output.seek(0)
+        text = output.read()
+    if status in (0, _NO_TESTS):
+        return []
+    failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", text, re.MULTILINE)
+    begun = re.findall(r"^(tests/.+?)(?: [A-Z]+ +\[|$)", text, re.MULTILINE)
+    return failed or begun[-1:] or [each for each in arguments if each != "-x"]
+
+
+def _wait(process: subprocess.Popen[bytes], output: IO[str]) -> None:
+    """Return when `process` ends, or has written nothing for as long as a test may take."""
+    size, since = 0, time.monotonic()
+    while process.poll() is None and time.monotonic() - since < MOST_S:
+        time.sleep(0.2)
+        if (now := os.fstat(output.fileno()).st_size) != size:
+            size, since = now, time.monotonic()
+
+
+_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+_NO_TESTS = 5
+"""The exit status of pytest where all tests are of the nightly tier."""
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def sampled(root: Path, *, seed: int) -> Iterator[Mutant]:
         if (
             "strict=" in diff
             or "frozen=" in diff
-            or re.search(r"^\+.*[(,] */, ", diff, re.MULTILINE)
+            or re.search(r"^\+(.*[(,] */, | */,$)", diff, re.MULTILINE)
         ):
             continue  # guards, like types; a `*` that stands between parameters
         yield Mutant(path=name, operator=operator, text=changed, diff=diff)

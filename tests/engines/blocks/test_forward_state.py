@@ -123,3 +123,32 @@ def test_results_of_an_earlier_forward_are_not_kept() -> None:
     made = block.mask
     with state.second():
         assert block.mask is made
+
+
+class Listening(nn.Module):
+    """Adds a hook to its layer before it is first called, as transformers does to keep outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "listens", False):
+            self.layer.register_forward_hook(lambda *_: self.seen.append(1))
+            self.listens = True
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_hooks_that_the_first_run_added_are_not_there_twice() -> None:
+    model, x = Listening(), torch.ones(2, 6)
+    state = ForwardState(list(model.modules()))
+    with state.first():
+        model(x)
+    assert model.seen == [1]
+    with state.second():
+        model(x)
+        assert model.seen == [1]
+    model(x)
+    assert (len(model.layer._forward_hooks), model.seen) == (1, [1, 1])
