@@ -3,12 +3,15 @@
     --count N      mutants (200)
     --seed N       of the places (0)
     --workers N    trees that are tested side by side (2)
-    --show         print the table of what was kept
+    --show         print what survived
+    --again N ...  survivors to be tried once more, by the tests that follow
+    --by TEST ...  a test that was written since, or one of another folder
 
 Every mutant stands alone in a copy of the tree. Tests of its file are run first, then those that
 import it and those of its folder, then the contracts; a test elsewhere may kill a survivor yet. A
 test that also fails in an unchanged copy kills nothing. What is kept in
-tests/validation/mutants.json is not tested again. Needs `cosmic-ray` (`make mutants` installs it).
+tests/validation/mutants.json is not tested again; survivors that compute the same have the reason
+there, by hand. Needs `cosmic-ray` (`make mutants` installs it).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import Queue
@@ -46,13 +49,27 @@ class Result(Record):
     Attributes:
         killed_by: the test that failed or did not end; the first file of tests that could not
             begin; empty if all passed.
+        why_equal: a reason why it computes the same as the code it was made of, by hand.
     """
 
     number: int
     path: str
     operator: str
     diff: str
-    killed_by: str
+    killed_by: str = ""
+    why_equal: str = ""
+
+    def mutated(self, text: str) -> str:
+        """`text` of the file of today with the lines of `diff` changed.
+
+        Raises:
+            ValueError: they are not there any more, or several times.
+        """
+        lines = self.diff.splitlines()
+        old, new = ("\n".join(x[1:] for x in lines if x.startswith(sign)) for sign in "-+")
+        if f"\n{text}".count(f"\n{old}\n") != 1:
+            raise ValueError(f"mutant {self.number}: {self.path} has not these lines once: {old}")
+        return f"\n{text}".replace(f"\n{old}\n", f"\n{new}\n").removeprefix("\n")
 
 
 class Report(Document):
@@ -67,16 +84,42 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--again", type=int, nargs="+", default=[])
+    parser.add_argument("--by", nargs="+", default=[])
     given = parser.parse_args()
     report = Report.load(REPORT) if REPORT.exists() else Report()
-    if not given.show:
+    if given.again:
+        report = _tried_again(report, given.again, given.by)
+    elif not given.show:
         report = _measured(report, given.seed, given.count, given.workers)
     survived = [each for each in report.results if not each.killed_by]
     for each in survived:
-        sys.stdout.write(f"{each.number} {each.path} {each.operator}\n{each.diff}\n")
-    total = len(report.results)
-    sys.stdout.write(f"{len(survived)} of {total} mutants survived (seed {report.seed})\n")
+        sys.stdout.write(f"{each.number} {each.path} {each.operator} {each.why_equal}\n")
+        sys.stdout.write(f"{each.diff}\n")
+    total, equal = len(report.results), sum(bool(each.why_equal) for each in survived)
+    sys.stdout.write(
+        f"{len(survived)} of {total} mutants survived (seed {report.seed}), {equal} of them compute"
+        " the same\n"
+    )
     return 0
+
+
+def _tried_again(report: Report, numbers: Sequence[int], tests: list[str]) -> Report:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = _copy(Path(folder) / "0")
+        if fails_always := _failed(tree, tests):
+            raise SystemExit(f"these fail in an unchanged copy: {fails_always}")
+        for each in [one for one in report.results if one.number in numbers]:
+            text = (ROOT / each.path).read_text()
+            (tree / each.path).write_text(each.mutated(text))
+            failed = _failed(tree, ["-x", *tests])
+            (tree / each.path).write_text(text)
+            if failed:
+                killed = each.model_copy(update={"killed_by": failed[0]})
+                results = tuple(killed if one is each else one for one in report.results)
+                report = report.model_copy(update={"results": results})
+                report.save(REPORT)
+    return report
 
 
 def _measured(report: Report, seed: int, count: int, workers: int) -> Report:
@@ -140,7 +183,11 @@ def _stages(path: str) -> Iterator[list[str]]:
     imports = re.compile(rf"^\s*(from|import) {module}\b", re.MULTILINE)
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     users = [test for test in tests if imports.search(test.read_text())]
-    near = [*file.parent.rglob("test_*.py"), *(users if len(users) <= MOST_USERS else ())]
+    if file.parent.is_dir():
+        near = [*file.parent.rglob("test_*.py")]
+    else:
+        near = [*file.parents[1].glob("test_*.py")]
+    near += users if len(users) <= MOST_USERS else ()
     yield _names(sorted({*near} - {*own}))
     yield _names(sorted((ROOT / "tests/contract").glob("test_*.py")))
 
