@@ -97,8 +97,8 @@ def _of_tiny(given: Given) -> OptimizerProfile:
         return OPTIMIZERS["adam"].model_copy(update={"name": name, **_because(given)})
     except Exception as error:  # whatever a user's class raises
         raise InputError(
-            f"{name} cannot step without a closure: {summary(error)}",
-            hints=["an optimizer that needs a closure does not fit `train_step`"],
+            f"{name} raised {summary(error)} in a step of a small matrix, without a closure",
+            hints=["`train_step` steps so; an optimizer that needs a closure does not fit it"],
         ) from None
     stored = sum(state.nbytes for state in _states(optimizer, matrix) if state.dim() > 0)
     copies = work.peak_bytes / matrix.nbytes

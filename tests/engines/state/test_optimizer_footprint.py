@@ -114,7 +114,7 @@ class TwoSteps(torch.optim.SGD):
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    with pytest.raises(InputError, match=f"{kind.__name__} cannot step without a closure"):
+    with pytest.raises(InputError, match=f"{kind.__name__} raised .* without a closure"):
         optimizer_footprint(lambda params: kind(params, lr=0.1), nn.Linear(3, 3))
 
 
