@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import os
 import re
 import shutil
@@ -150,9 +149,11 @@ def _measured(report: Report, seed: int, count: int, workers: int) -> Report:
                 killed_by=killed_by,
             )
 
-        mutants = enumerate(itertools.islice(sampled(ROOT, seed=seed), count))
+        known = {(each.path, _lines(each.diff)) for each in report.results}
+        fresh = (m for m in sampled(ROOT, seed=seed) if (m.path, _lines(m.diff)) not in known)
+        missing = (number for number in range(count) if number not in done)
         with ThreadPoolExecutor(workers) as threads:
-            tasks = [threads.submit(test, n, mutant) for n, mutant in mutants if n not in done]
+            tasks = [threads.submit(test, *each) for each in zip(missing, fresh, strict=False)]
             for task in as_completed(tasks):
                 result = task.result()
                 results = sorted([*report.results, result], key=lambda each: each.number)
@@ -167,6 +168,15 @@ def _measured(report: Report, seed: int, count: int, workers: int) -> Report:
     report = report.model_copy(update={"results": sound})
     report.save(REPORT)
     return report
+
+
+def _lines(diff: str) -> tuple[str, ...]:
+    """Lines that a diff removes and adds, wherever they are by now."""
+    return tuple(
+        line
+        for line in diff.splitlines()
+        if line.startswith(("-", "+")) and not line.startswith(("---", "+++"))
+    )
 
 
 def _copy(tree: Path) -> Path:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 
-from advisor.decide.candidates import legal_plans
+from advisor.cost import CostModel
+from advisor.decide.candidates import legal_plans, searched
+from advisor.inputs.policy import Policy
+from advisor.search.cache import SearchCache
 from advisor.search.space import divisors, stages_per_rank
 from engines.legality import problems
 from engines.plan import PartialPlan, Schedule
@@ -45,3 +49,11 @@ def test_stages_a_rank_are_the_fewest_of_each_size() -> None:
     counts = stages_per_rank(Schedule.INTERLEAVED, 8, 126)
     assert [-(-126 // (8 * n)) for n in counts] == [8, 6, 4, 3, 2]
     assert stages_per_rank(Schedule.ZBV, 4, 7) == []
+
+
+def test_spaces_have_the_same_rows_if_all_of_them_are_equal_and_in_order() -> None:
+    space = searched(SearchCache(CostModel(WHOLE)), PartialPlan(), Policy()).space
+    some = space.part(np.arange(5))
+    assert some.has_rows_of(space.part(np.arange(5)))
+    assert not some.has_rows_of(space.part(np.arange(5)[::-1]))
+    assert not some.has_rows_of(space.part(np.arange(4)))

@@ -51,6 +51,7 @@ def test_a_write_in_place_that_an_earlier_microbatch_needs_is_named(pool: Pool) 
     results = pool.run(_step, True, world_size=2)
     (error,) = [text for kind, text in results if kind == "ModelError"]
     assert "a stage writes in place into a tensor that the backward of an earlier" in error
+    assert "\n  RuntimeError: one of the variables needed for gradient computation" in error
     assert "`self.mean = 0.9 * self.mean`" in error
 
 

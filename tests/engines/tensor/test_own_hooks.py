@@ -83,6 +83,26 @@ def test_hooks_between_a_column_and_its_row_see_parts(
     assert hooked_part(model, STYLES) == (path if is_seen else None)
 
 
+@pytest.mark.parametrize(
+    ("path", "register", "is_seen"),
+    [
+        ("up", nn.Module.register_forward_hook, True),
+        ("up", nn.Module.register_forward_pre_hook, False),
+        ("down", nn.Module.register_forward_hook, False),
+        ("down", nn.Module.register_forward_pre_hook, True),
+    ],
+)
+def test_hooks_of_a_module_with_one_half_of_a_pair_see_parts_on_its_inner_side(
+    path: str, register: Callable[..., object], is_seen: bool
+) -> None:
+    up = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU())
+    down = nn.Sequential(nn.Linear(4 * WIDTH, WIDTH))
+    model = nn.ModuleDict({"up": up, "down": down})
+    register(model[path], look)
+    styles = {"up.0": (Style.parse("column"),), "down.0": (Style.parse("row"),)}
+    assert hooked_part(model, styles) == (path if is_seen else None)
+
+
 def test_in_a_block_that_is_split_by_tokens_every_hook_sees_parts() -> None:
     model = blocks()
     model.get_submodule("0.norm").register_forward_hook(look)

@@ -16,7 +16,9 @@ GPIPE, ONE_F_ONE_B, NAIVE = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.NAIVE
 
 def on_cores(ranks: int, alone: float, *, nodes: int = 1, across: bool = False) -> ClusterProfile:
     cluster = cpus(ranks // nodes).model_copy(update={"num_nodes": nodes})
-    shared = SharedCores(alone=exact(alone), across_nodes=across)
+    shared = SharedCores(alone=exact(alone))
+    if across:
+        shared = shared.model_copy(update={"across_nodes": True})
     return cluster.model_copy(update={"shared_cores": shared})
 
 
