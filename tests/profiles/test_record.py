@@ -50,6 +50,12 @@ def test_a_missing_key_and_a_wrong_type_are_named(cluster: ClusterProfile) -> No
         ClusterProfile.build(data | {"num_nodes": "two"})
 
 
+def test_of_several_mistakes_the_first_is_named(cluster: ClusterProfile) -> None:
+    data = json.loads(cluster.to_json()) | {"shared_cores": "two", "num_nodes": "two"}
+    with pytest.raises(InputError, match=r"`num_nodes` = 'two'"):
+        ClusterProfile.build(data)
+
+
 def test_another_schema_version_is_refused(cluster: ClusterProfile) -> None:
     newer = cluster.to_json().replace('"schema_version": 1', '"schema_version": 99')
     with pytest.raises(FileError, match="schema version 99"):

@@ -115,6 +115,7 @@ class TestNoiseScale:
     def test_equals_the_formula_of_the_documents(self) -> None:
         """0.1 / (1 - 0.9) x (50,000 / 128 - 1)."""
         assert noise_scale(0.1, momentum=0.9, samples=50_000, batch=128) == pytest.approx(389.625)
+        assert noise_scale(0.1, samples=100, batch=1) == pytest.approx(9.9)
 
     @pytest.mark.parametrize("devices", [2, 16, 256])
     def test_stays_equal_when_the_rate_is_scaled_with_added_devices(self, devices: int) -> None:

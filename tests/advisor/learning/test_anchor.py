@@ -336,6 +336,13 @@ def test_without_the_busy_time_of_a_rank_everything_takes_the_same_multiple() ->
     assert after.compute_error == pytest.approx(doubt)
 
 
+def test_an_update_below_the_clocks_resolution_does_not_make_updates_free() -> None:
+    known, plan = predicted(), Plan.parse(MEASURED)
+    measurement = replace(measured(known), update=took(0.0))
+    after = estimate(plan, anchored(known, anchor_of(plan, known, measurement, HERE)))
+    assert after.time.optimizer_s > 0
+
+
 def test_links_within_the_scatter_of_a_step_stay_unchanged() -> None:
     known = predicted()
     assert anchored(known, anchor(known, spread=0.2)).cluster.intra == known.cluster.intra

@@ -406,3 +406,20 @@ def test_gradients_of_a_grouped_convolution_take_what_its_forward_takes_each(gro
     forward = 2 * B * 16 * 8 * 8 * (16 // groups) * 3 * 3
     assert cost.forward_flop.at(B) == forward
     assert cost.backward_flop.at(B) == 2 * forward
+
+
+class OfTwoDtypes(nn.Module):
+    """Small parameters in fp32 around a large one in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        self.wide = nn.Linear(64, 64, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.wide((x * self.before[0]).bfloat16()).float() * self.after[0]
+        return out
+
+
+def test_the_dtype_of_a_model_is_that_of_most_elements() -> None:
+    assert capture(OfTwoDtypes(), torch.ones(2, 64)).dtype == "bfloat16"

@@ -10,6 +10,7 @@ from profiles.machine.bench.job import joined
 from profiles.machine.bench.nodes import of_all_nodes
 from profiles.machine.cluster import ClusterProfile
 from profiles.machine.clusters import cluster_from_name
+from tests.factories import exact
 from tests.workers import Pool
 
 
@@ -45,3 +46,18 @@ def test_the_slowest_of_different_nodes_counts_on_every_rank_with_a_note(pool: P
 def test_devices_that_cannot_be_in_one_job_are_refused_on_every_rank(pool: Pool) -> None:
     results = pool.run(_seen, "2x2xH100-SXM-80GB", "2x2xcpu", world_size=4)
     assert all(profile is None and "kind of device" in text for text, profile in results)
+
+
+def _known(memory: float) -> ClusterProfile:
+    """What two ranks on nodes of their own agree on; the second does not know its memory."""
+    mine = cluster_from_name("2x1xH100-SXM-80GB")
+    host = None if dist.get_rank() else exact(memory)
+    with joined(patience_s=20) as job:
+        return of_all_nodes(job, mine.model_copy(update={"host_memory_bytes": host}))
+
+
+@pytest.mark.dist
+def test_a_node_of_unknown_memory_is_another_kind_of_node(pool: Pool) -> None:
+    agreed, same = pool.run(_known, 1e12, world_size=2)
+    assert agreed == same
+    assert agreed.notes != cluster_from_name("2x1xH100-SXM-80GB").notes
