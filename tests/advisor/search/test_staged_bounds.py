@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor.cost.stages.pipeline import StageTimes, play
-from advisor.search.staged import filled_s, one_f_one_b_s
+from advisor.search.staged import StagedBytes, filled_s, one_f_one_b_s
 from engines.plan import Schedule
 
 SECONDS = st.floats(0.0, 9.0)
@@ -50,3 +50,9 @@ def test_the_bound_of_equal_stages_has_most_of_the_bubble_though_one_unit_has_no
     assert one_f_one_b_s(through + 0.1, share, np.array([0.1 * 2 / 3]), *of)[0] == pytest.approx(
         equal_s, rel=0.02
     )
+
+
+def test_the_first_and_the_last_rank_have_the_units_around_the_blocks() -> None:
+    nothing, first, between, last = (np.array([float(n)]) for n in range(4))
+    amounts = StagedBytes(*(nothing,) * 6, first=first, between=between, last=last)
+    assert [float(amounts.on(rank, 4)[0]) for rank in range(4)] == [1, 2, 2, 3]

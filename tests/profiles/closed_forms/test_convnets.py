@@ -14,7 +14,7 @@ from profiles.capture.capture import capture
 from profiles.closed_forms.convnets.draft import ConvnetBuilder
 from profiles.closed_forms.convnets.layers import Convnet, ConvnetOp
 from profiles.closed_forms.convnets.profile import profile_of
-from profiles.closed_forms.convnets.registry import network_of
+from profiles.closed_forms.convnets.registry import is_known, network_of
 from profiles.errors import InputError
 from profiles.model.profile import LOSS, Numerics
 from profiles.model.work import FusibleKind
@@ -284,3 +284,8 @@ def test_blocks_pass_on_what_later_ones_take() -> None:
         sum(layer.kind is ConvnetOp.NORM for block in network.blocks for layer in block.layers)
         == 11 * 5
     )
+
+
+@pytest.mark.parametrize("name", ["densenet", "densenet-7", "shufflenet-121", "vgg", "foo-16"])
+def test_a_family_or_a_depth_alone_is_no_network(name: str) -> None:
+    assert not is_known(name)
