@@ -46,7 +46,10 @@ def test_ranks_without_a_gpu_each_compute_on_the_cpu(
         return 0
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(local_ranks, "machine_cores", lambda: 12)
     monkeypatch.setattr("profiles.machine.gpus.gpu_count", lambda: gpus)
     monkeypatch.setattr(local_ranks, "_wait", wait)
     local_ranks.run_local_ranks(("advisor", "verify"), [], ranks=2, limit_s=1.0, name="it")
     assert (given.get("CUDA_VISIBLE_DEVICES") == "") is hidden
+    assert given["OMP_NUM_THREADS"] == "6"

@@ -64,6 +64,13 @@ class TestRefusals:
         assert field in str(caught.value)
         assert str(caught.value.where).startswith("conf/config.json")
 
+    def test_heads_need_not_divide_the_width_where_they_have_one_of_their_own(self) -> None:
+        """transformers' Llama wants it all the same."""
+        three = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+        with pytest.raises(InputError, match="does not divide `hidden_size` = 32"):
+            self.profile(**three)
+        assert self.profile(model_type="qwen3", **three).parameters > 0
+
     @pytest.mark.parametrize(
         ("name", "field", "value"),
         [

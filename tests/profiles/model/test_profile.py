@@ -95,3 +95,9 @@ def test_equal_units_have_one_object_as_their_costs_made_or_read() -> None:
         assert second is not first
         assert all(costs is first for costs in more)
         assert [unit.costs for unit in model.units] == costs
+
+
+def test_a_unit_of_code_alone_has_no_bytes() -> None:
+    code = UnitProfile(name=GLUE, kind="code", costs=COSTS)
+    sizes = (code.parameters, code.trainable_parameters, code.parameter_bytes, code.gradient_bytes)
+    assert (*sizes, code.buffer_bytes, code.whole_bytes) == (0,) * 6

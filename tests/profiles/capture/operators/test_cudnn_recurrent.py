@@ -53,6 +53,9 @@ def test_each_step_is_a_product_and_a_kernel_that_read_the_weights_anew(
     width = GATES[kind] * HIDDEN
     assert short.forward_flop.at(ROWS) == ROWS * 12 * 2 * width * (WIDTH + HIDDEN)
     assert short.backward_flop.at(ROWS) == 2 * short.forward_flop.at(ROWS)
+    one = cost_of(Tagger(kind), torch.zeros(ROWS, 1, WIDTH))
+    # Both products and the gates; each state is made of zeros, and the last one is written.
+    assert one.forward_kernels == 3 + 2 * STATES[kind]
     assert long.forward_kernels - short.forward_kernels == 2 * 12
     assert long.backward_kernels - short.backward_kernels == 2 * 12
     for name in ("forward_moved_bytes", "backward_moved_bytes"):
