@@ -6,8 +6,10 @@ import pytest
 
 from advisor.cost import Estimate, estimate
 from advisor.cost.load.loads import Loads, loads_of
+from advisor.cost.load.tensor import cut_share
 from advisor.cost.load.unit_load import UnitLoad
 from engines.plan import Plan
+from engines.tensor.styles import Style
 from profiles.machine.cluster import Collective
 from profiles.model.layers import INPUT, LayerCost, LayerKind, Stretch
 from profiles.model.profile import (
@@ -314,3 +316,14 @@ def test_affine_costs_stay_affine_in_the_microbatch() -> None:
     for field in ("activation_bytes", "forward_flop", "forward_moved_bytes"):
         first, second, third = (getattr(unit, field) for unit in (one, two, three))
         assert third - second == pytest.approx(second - first)
+
+
+@pytest.mark.parametrize(
+    ("style", "share"), [("column", 8 / 30), ("column/3", 3 / 10), ("row", 2 / 8)]
+)
+def test_each_of_the_tensors_in_a_fused_weight_is_cut_as_torch_chunks_it(
+    style: str, share: float
+) -> None:
+    """Of 30 outputs four ranks take 8, 8, 8 and 6; of three times ten 3, 3, 3 and 1 of each."""
+    fused = layer("qkv", 8, 30, saved=0.0, same_input=0)
+    assert cut_share(fused, Style.parse(style), 4) == pytest.approx(share)
