@@ -244,6 +244,20 @@ class TestNumbers:
         assert carried is not None
         assert carried.startswith(f"its link carries {format_gib(7 * size)} in and as much out")
 
+    def test_servers_share_what_one_would_carry(self) -> None:
+        """Eight ranks: gradients of six workers come to two servers, half of each."""
+        asked = {"updates": "asynchronous", "servers": 2, "max_staleness": 4}
+        decision = choose(
+            facts(chain(), gpus(2, 4), batch=6, precision="fp32"),
+            partial=PartialPlan.build(asked),
+        )
+        size = sum(unit.gradient_bytes for unit in decision.facts.model.units)
+        number = explain("server", decision).number
+        assert number is not None
+        assert number.startswith(
+            f"its link carries, as those of all 2, {format_gib(6 * size / 2)} in"
+        )
+
     def test_one_rank_has_no_groups_and_no_plural(self) -> None:
         assert explain("local rank", ONE).number == "local rank 0 alone"
         assert explain("ring all-reduce", ONE).number == "none: one rank has all gradients"

@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engines.context.input_sharding import InputSharding
 from engines.context.proof import prove
+from engines.data.loss_rule import LossParts
 from engines.plan import Plan
 from profiles.errors import PlanError
+from profiles.model.loss_terms import LossTerms
 from tests.engines.cases import Case, TinyGPT
 from tests.engines.parity import gradient_error, local_rows, reference_loss, relative, spread
 from tests.workers import Pool
@@ -79,3 +82,16 @@ def test_a_loss_that_tokens_make_up_by_no_rule_is_refused_with_what_shows_it() -
     assert "with 0 in `element 1` the loss" in proof.loss.doubt_of((ids, padded))
     with pytest.raises(PlanError, match="the losses of the tokens of 2 ranks are"):
         prove(TinyGPT(), (ids[:, :8], padded[:, :8]), by_rows, size=2)
+
+
+@pytest.mark.parametrize(("second", "shares"), [(0, [0.0, 0.0]), (3, [0.5, 0.5])])
+def test_a_batch_without_a_target_that_counts_weighs_nothing(
+    second: int, shares: list[float]
+) -> None:
+    """Means of nothing are for the model's own loss to define."""
+    way = InputSharding(
+        gives_positions=False, gives_mask=False, shifts_labels=False, has_target=True
+    )
+    rule = LossParts(terms=LossTerms(name="element 1", ignored=0))
+    batch = torch.ones(2, 8, dtype=torch.long), torch.full((2, 8), second)
+    assert way.shares(batch, rule, size=2).tolist() == shares
