@@ -61,3 +61,16 @@ def test_a_node_of_unknown_memory_is_another_kind_of_node(pool: Pool) -> None:
     agreed, same = pool.run(_known, 1e12, world_size=2)
     assert agreed == same
     assert agreed.notes != cluster_from_name("2x1xH100-SXM-80GB").notes
+
+
+def _groups_left() -> int:
+    """Process groups that a job leaves behind."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    with joined(patience_s=20):
+        pass
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+@pytest.mark.dist
+def test_a_job_ends_its_process_group(pool: Pool) -> None:
+    assert pool.run(_groups_left, world_size=2) == [0, 0]

@@ -232,3 +232,15 @@ def test_a_near_miss_is_named() -> None:
     with pytest.raises(UnknownNameError, match="adafactr") as caught:
         optimizer_profile("adafactr")
     assert "`adafactor`" in str(caught.value)
+
+
+def test_the_largest_tensor_is_stepped_after_another_that_left_most() -> None:
+    """Adam: two copies of the tensor that it steps, and one that is not freed yet of the last."""
+    units = [
+        UnitProfile(
+            name=str(nbytes), kind="Unit", trainable_parameters=1, gradient_bytes=nbytes, costs={}
+        )
+        for nbytes in (4000, 1000, 200)
+    ]
+    assert upkeep(OPTIMIZERS["adam"], units).loop_bytes == 2 * 4000 + 1000
+    assert upkeep(OPTIMIZERS["adam"], units[:1]).loop_bytes == 2 * 4000
