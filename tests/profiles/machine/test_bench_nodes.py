@@ -49,7 +49,7 @@ def test_devices_that_cannot_be_in_one_job_are_refused_on_every_rank(pool: Pool)
 
 
 def _known(memory: float) -> ClusterProfile:
-    """What two ranks on nodes of their own agree on; the second does not know its memory."""
+    """Cluster that two nodes of one rank agree on; the second does not know its memory."""
     mine = cluster_from_name("2x1xH100-SXM-80GB")
     host = None if dist.get_rank() else exact(memory)
     with joined(patience_s=20) as job:

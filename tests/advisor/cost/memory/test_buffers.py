@@ -218,8 +218,8 @@ def test_late_units_keep_copies_of_their_parameters_where_others_are_released() 
     """ZeRO-2 has them all the same while microbatches add up."""
     late = unit("late", parameter_bytes=10.0, gradient_bytes=100.0, is_late=True)
     whole = loads(*SPLIT.entries, late, compute_share=0.5)
-    kept, released = (
+    retained, released = (
         gradients_of_torch(Plan.parse(f"{words} microbatches=2"), whole, on_device=True).buffers(0)
         for words in ("dp_replicate=4 zero=2", "dp_shard=4")
     )
-    assert released - kept == 0.5 * 10
+    assert released - retained == 0.5 * 10
