@@ -156,6 +156,9 @@ def test_the_model_s_own_attributes_are_reached_and_its_methods_where_it_is_whol
 
 def test_attributes_that_neither_has_are_missed_as_in_any_module() -> None:
     _, parallel = alone("gpt")
+    parallel.module._hidden = 1  # of the module's own code
+    with pytest.raises(AttributeError, match="_hidden"):
+        _ = parallel._hidden
     with pytest.raises(AttributeError, match="'ParallelModel' object has no attribute 'colour'"):
         _ = parallel.colour
     with pytest.raises(AttributeError, match="_private"):
