@@ -189,6 +189,13 @@ class TestCommand:
         assert result.exit_code == 0, result.stderr
         assert "Fastest, as predicted: stack torchtitan-compiled" in result.stdout
 
+    def test_one_stack_is_a_point_by_itself_and_a_setting_of_another_sweep(self) -> None:
+        alone = command("sweep", *self.EIGHT, "--stack", "torch")
+        assert "Fastest, as predicted: stack torch" in alone.stdout
+        both = command("sweep", *self.EIGHT, "--stack", "torchtitan-compiled", "--devices", "4,8")
+        assert both.exit_code == 0, both.stderr
+        assert "Fastest, as predicted: devices 8" in both.stdout
+
     def test_measuring_other_software_is_refused(self) -> None:
         words = ("sweep", "gpt-10m", "--measure", "--stack", "torch,nemo")
         assert "`--measure` runs our engines" in command(*words).stderr
