@@ -154,3 +154,25 @@ def test_profiles_of_earlier_releases_have_no_layers_and_are_read(profile: Model
     assert all(cost.layers == () for unit in read.units for cost in unit.costs.values())
     assert UnitCost().layers == ()
     assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+class FewKeys(nn.Module):
+    """Queries of four heads and one key and value in one product, as Falcon's: heads are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.out = nn.Linear(32, 6 * 8), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.fused(x).view(*x.shape[:2], 6, 8)
+        q, k, v = heads[..., :-2, :], heads[..., [-2], :], heads[..., [-1], :]
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        attended = nn.functional.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q))
+        result: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return result
+
+
+def test_heads_that_are_taken_out_of_a_fused_product_are_its_first_piece() -> None:
+    profile = capture(nn.Sequential(FewKeys(), FewKeys()), torch.randn(2, 5, 32))
+    layer = layers_of(profile, "0")["fused"]
+    assert (layer.pieces, layer.heads) == ((4 * 8, 2 * 8), 4)
