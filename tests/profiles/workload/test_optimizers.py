@@ -244,3 +244,15 @@ def test_the_largest_tensor_is_stepped_after_another_that_left_most() -> None:
     ]
     assert upkeep(OPTIMIZERS["adam"], units).loop_bytes == 2 * 4000 + 1000
     assert upkeep(OPTIMIZERS["adam"], units[:1]).loop_bytes == 2 * 4000
+
+
+def test_muon_steps_many_vectors_at_once_where_that_takes_more_than_a_matrix() -> None:
+    """A copy of each (foreach): 200 of 64 elements."""
+    shapes = (
+        ParameterShape(sizes=(64, 32), element_bytes=4, count=1),
+        ParameterShape(sizes=(64,), element_bytes=4, count=200),
+    )
+    unit = UnitProfile(
+        name="block", kind="Unit", is_block=True, trainable_parameters=1, shapes=shapes, costs={}
+    )
+    assert upkeep(OPTIMIZERS["muon"], [unit]).list_bytes == 200 * 64 * 4
