@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.pipeline.recording import ReturnedTensor, record
+from engines.pipeline.recording import ReturnedTensor, intercepted, record
 from profiles.capture.capture import capture
 from profiles.errors import ModelError
+from profiles.torch_compat import CALL
 
 SAMPLE = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -46,3 +47,15 @@ def test_a_forward_that_reads_its_batch_is_refused_by_name() -> None:
     assert [read.operation for read in profile.reads] != []
     with pytest.raises(ModelError, match="depends on values of tensors"):
         record(model, profile.flow, SAMPLE, has_target=False)
+
+
+def test_calls_that_units_had_of_their_own_are_back_when_a_forward_is_over() -> None:
+    """Those of `module.compile()`, say."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    own = model[0]._call_impl
+    vars(model[0])[CALL] = own
+    with intercepted(model, ["0", "1"], lambda name, call, args, kwargs: call(*args, **kwargs)):
+        model(torch.ones(2, 3))
+        assert vars(model[0])[CALL] is not own
+    assert vars(model[0])[CALL] is own
+    assert CALL not in vars(model[1])
