@@ -220,10 +220,8 @@ def _holders(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
             yield module._buffers
 
 
-def _hooks(modules: Iterable[nn.Module]) -> Iterator[_Hooks]:
-    for module in modules:
-        yield module._forward_hooks
-        yield module._forward_pre_hooks
+def _hooks(modules: Iterable[nn.Module]) -> list[_Hooks]:
+    return [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
 
 
 def _put_hooks(hooks: Iterable[tuple[_Hooks, _Hooks]]) -> None:

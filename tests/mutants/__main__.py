@@ -87,6 +87,10 @@ def main() -> int:
     parser.add_argument("--by", nargs="+", default=[])
     given = parser.parse_args()
     report = Report.load(REPORT) if REPORT.exists() else Report()
+    if bool(given.again) is not bool(given.by):
+        parser.error("--again says which mutants, --by the tests: give both")
+    if unknown := set(given.again) - {each.number for each in report.results}:
+        parser.error(f"{REPORT.name} has no mutant {min(unknown)}")
     if given.again:
         report = _tried_again(report, given.again, given.by)
     elif not given.show:
@@ -112,8 +116,9 @@ def _tried_again(report: Report, numbers: Sequence[int], tests: list[str]) -> Re
             text = (ROOT / each.path).read_text()
             (tree / each.path).write_text(each.mutated(text))
             failed = _failed(tree, ["-x", *tests])
+            is_killed = bool(failed and _failed(tree, failed[:1]))
             (tree / each.path).write_text(text)
-            if failed:
+            if is_killed:
                 killed = each.model_copy(update={"killed_by": failed[0]})
                 results = tuple(killed if one is each else one for one in report.results)
                 report = report.model_copy(update={"results": results})
