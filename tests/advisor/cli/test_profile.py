@@ -12,6 +12,8 @@ from advisor.cli.main import cli
 from profiles.model.affine import Affine
 from profiles.model.flow import Edge, Flow, UnitCall, Value
 from profiles.model.profile import ModelProfile
+from profiles.model.times import BlockTimes, UnitTiming
+from profiles.provenance import Timing
 from tests.factories import chain
 
 
@@ -50,6 +52,34 @@ class TestProfile:
         assert "500 more lines: `--json` has all of them" in lines
         total = next(line for line in lines if line.startswith("all"))
         assert total.split()[1:3] == ["500", "k"]  # 1 + 2 + ... + 1000
+
+    def test_several_tables_of_times_share_the_lines(self, tmp_path: Path) -> None:
+        names = [f"layers.{n}" for n in range(1000)]
+        units = [self.PROFILE.units[0].model_copy(update={"name": name}) for name in names]
+        times = [
+            BlockTimes(
+                device="cpu",
+                processor="one",
+                threads=1,
+                numerics=numerics,
+                samples=1,
+                torch="2.13.0",
+                units={
+                    name: UnitTiming(
+                        forward=Timing.of([n + 1]),
+                        backward=Timing.of([1]),
+                    )
+                    for n, name in enumerate(names)
+                },
+            )
+            for numerics in ("float32", "bfloat16")
+        ]
+        path = tmp_path / "model.json"
+        known = {"units": tuple(units), "times": tuple(times)}
+        self.PROFILE.model_copy(update=known).save(path)
+        lines = advise("profile", str(path)).stdout.splitlines()
+        assert lines.count("750 more lines: `--json` has all of them") == 2
+        assert sum(" +-" in line for line in lines) == 500
 
     def test_explains_units_that_are_no_modules(self, saved: str, tmp_path: Path) -> None:
         assert "(glue)" not in advise("profile", saved).stdout

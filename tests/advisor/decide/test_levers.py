@@ -206,6 +206,13 @@ def test_a_plan_that_is_faster_under_a_lever_is_named() -> None:
             assert not each.fits or each.best_estimate.step_s <= each.estimate.step_s
 
 
+def test_a_plan_that_only_a_lever_makes_fit_is_named() -> None:
+    """Of plans in 3 GiB a device all but TP and ZeRO-3 with offloaded states are too large."""
+    decision = choose(facts(MODEL, gpus(2, 4, memory_gib=3), batch=64))
+    too_large = [each.plan for each in decision.alternatives if each.step_s is None]
+    assert gain(decision, "LoRA").best in too_large
+
+
 class TestReport:
     def test_the_hint_lists_notable_levers_only(self) -> None:
         (hint,) = levers.hint(decided(on(stack=stack_named("megatron-2022"))))

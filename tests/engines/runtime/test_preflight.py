@@ -127,3 +127,20 @@ def test_a_loader_that_wants_more_shared_memory_than_there_is_is_warned_of(
     # 8 rows of 2 x 12 ids of 8 bytes are 1.5 KiB; two workers load two batches ahead.
     assert "1 x 2 loading workers keep 2 batches of 1.50 KiB" in record.getMessage()
     assert "6.00 KiB in all, and 100 B are free" in record.getMessage()
+
+
+def test_of_a_loader_split_over_two_replicas_each_keeps_half_of_the_rows_in_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from engines.data import loader as loaders
+
+    _, parallel = alone("gpt")
+    monkeypatch.setattr(loaders, "shm_free_bytes", lambda: 100)
+    dataset = torch.utils.data.TensorDataset(*2 * [torch.zeros(64, 12, dtype=torch.long)])
+    whole = torch.utils.data.DataLoader(dataset, batch_size=7, num_workers=2)
+    with caplog.at_level(logging.WARNING):
+        loaders.ShardedLoader(whole, replica=0, replicas=2, seed=0).warn_of_shared_memory(
+            parallel._profile
+        )
+    (record,) = caplog.records
+    assert "2 batches of 768 B" in record.getMessage()  # 4 rows of 2 x 12 ids of 8 bytes
