@@ -117,6 +117,21 @@ def test_what_cannot_be_verified_is_refused_before_ranks_start(
     assert said in result.stderr
 
 
+def _verified_in(memory_bytes: int) -> Verified | str | None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("advisor.auto.verify.machine_memory_bytes", lambda: memory_bytes)
+        return verified("build", "dp_replicate=2")
+
+
+@pytest.mark.dist
+def test_a_model_whose_copies_do_not_fit_this_machine_is_refused(pool: Pool) -> None:
+    """2,196 parameters in fp32, five times on each of two ranks and in the one process."""
+    needed = 5 * 3 * 4 * 2196
+    refused = pool.run(_verified_in, needed - 1, world_size=2)
+    assert all("2 ranks and one process take about 129 KiB for" in str(each) for each in refused)
+    assert isinstance(pool.run(_verified_in, needed, world_size=2)[0], Verified)
+
+
 def _on_a_rank(folder: Path) -> tuple[int, str]:
     words = ["verify", f"{SUBJECTS}:of_one_rank", "--plan", "dp_replicate=2"]
     result = CliRunner().invoke(cli, [*words, "--exit-code", str(folder / "exit-code")])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engines.state.slices import Slice
 from engines.tensor.proposal import Proposal, propose_styles
-from engines.tensor.rules import proposed_styles
+from engines.tensor.rules import is_by_head, proposed_styles
 from engines.tensor.split import split
 from engines.tensor.split_proof import prove_split
 from engines.tensor.styles import Style, cutting, styles_of
@@ -138,6 +138,24 @@ def test_a_bias_for_later_blocks_must_be_whole() -> None:
 def test_a_bias_of_an_earlier_block_gets_its_whole_gradient() -> None:
     assert "does not run" in why_not(SharedTable(), PAIR, block=1)
     assert why_not(SharedTable(), {**PAIR, "": "bias/4(bias)"}, block=1) == ""
+
+
+@pytest.mark.parametrize(
+    ("elements", "is_of_heads"),
+    [
+        (4, True),  # slopes
+        (4 * 10, True),  # a table of ten distances
+        (6, False),
+        (8, False),  # a norm of each head
+        (32, False),  # a norm of all heads at once
+        (2 * 32, False),  # with its bias
+    ],
+)
+def test_a_number_for_each_of_four_heads_of_eight_features(
+    elements: int, is_of_heads: bool
+) -> None:
+    assert is_by_head(elements, 4, 32) is is_of_heads
+    assert not is_by_head(elements, 1, 32)
 
 
 @pytest.mark.parametrize("heads", [2, 8])

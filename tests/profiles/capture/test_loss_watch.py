@@ -88,6 +88,13 @@ def test_an_ignored_value_is_none_of_the_numbers_of_many_targets() -> None:
     assert terms == LossTerms(name="element 1", ignored=255)
 
 
+def test_probabilities_of_classes_are_no_targets_to_count() -> None:
+    def loss(logits: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+
+    assert capture(Tokens(), (IDS, torch.full((2, 6, 9), 1 / 9)), loss_fn=loss).loss_terms is None
+
+
 @pytest.mark.parametrize(("name", "skipped"), [("gpt2", 1), ("llama", 1), ("bert", 0), ("t5", 0)])
 def test_losses_inside_of_transformers(name: str, skipped: int) -> None:
     pytest.importorskip("transformers")

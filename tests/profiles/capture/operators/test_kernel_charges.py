@@ -183,6 +183,13 @@ def test_a_group_for_each_channel_is_charged_for_torch_s_own_kernels(stride: int
     assert cost.forward_kernels == 2
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_groups_of_several_channels_run_on_matrix_units(groups: int) -> None:
+    profile = capture(Maps(3, groups=groups), torch.ones(ROWS, 8, 16, 16), on_processor=False)
+    cost = next(unit for unit in profile.units if unit.name == "second").cost(Numerics.AS_BUILT)
+    assert cost.forward_cycles == cost.backward_cycles == Affine()
+
+
 def test_maps_that_a_convolution_lays_out_anew_take_memory_while_it_runs() -> None:
     """Those it takes and those it gives; products of positions take none."""
     own = [
