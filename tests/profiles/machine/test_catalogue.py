@@ -311,3 +311,12 @@ def test_the_catalogue_needs_no_torch() -> None:
         "import profiles.machine.clusters; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_products_are_rounded_to_tf32_where_that_is_faster() -> None:
+    assert accelerator("H100-SXM-80GB").has_tf32
+    before = accelerator("V100-SXM2-32GB")
+    assert "tfloat32" not in before.flop_per_s
+    assert not before.has_tf32
+    as_fast = {**before.flop_per_s, "tfloat32": before.flop_per_s["float32"]}
+    assert not before.model_copy(update={"flop_per_s": as_fast}).has_tf32

@@ -33,6 +33,7 @@ def test_a_tensor_is_the_only_input_and_a_mapping_gives_keyword_arguments() -> N
 
 def test_the_loss_function_gets_the_target_or_the_whole_mapping() -> None:
     assert loss_of(X, (X, Y), lambda output, target: target.sum()) == 6
+    assert loss_of(X, (X, X, X, Y), lambda output, target: target.sum()) == 6
     assert loss_of(X, {"x": X, "y": Y}, lambda output, batch: batch["y"].sum()) == 6
 
 
