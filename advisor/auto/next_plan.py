@@ -67,14 +67,16 @@ def lighter(plan: Plan, facts: Facts) -> Iterator[Plan]:
 
     Batch norms normalise each microbatch: for models that have some, more recompute comes first.
     """
-    stronger = tuple(Recompute)[tuple(Recompute).index(plan.recompute) + 1 :]
-    orders = [(kind, True) for kind in stronger]
-    orders.insert(len(orders) if facts.model.batch_norms else 0, (plan.recompute, False))
-    for kind, is_whole in orders:
+    kinds = tuple(Recompute)[tuple(Recompute).index(plan.recompute) :]
+    if plan.recompute_blocks is None:
+        kinds = kinds[1:]
+    orders = [(plan.recomputing(kind), True) for kind in kinds]
+    orders.insert(len(orders) if facts.model.batch_norms else 0, (plan, False))
+    for base, is_whole in orders:
         for size in _sizes(plan):
             if size == plan.microbatch_size and not is_whole:
                 continue
-            one = plan.model_copy(update={"recompute": kind, **_cut(plan, size)})
+            one = base.model_copy(update=_cut(plan, size))
             if not problems(one, facts.model, facts.cluster):
                 yield one
 

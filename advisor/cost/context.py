@@ -178,6 +178,16 @@ class CostContext:
             self._loads[key] = anchored.loads(counted, self.facts.cluster)
         return self._loads[key]
 
+    def own_loads(
+        self, plan: Plan, first: int = 0, last: int | None = None, *, samples: int | None = None
+    ) -> Loads:
+        """Units [first, last) as a stage of `plan`, all by default: with the blocks of it that are
+        recomputed."""
+        loads = self.loads(plan, samples)
+        last = len(loads.names) if last is None else last
+        part = loads if last - first == len(loads.names) else loads.part(first, last)
+        return part.repeating(plan.recompute_blocks)
+
     def _run_loads(self, plan: Plan, samples: int) -> tuple[RunLoad, ...]:
         """Loads before experts are split, cached for all degrees of ep and ways to shard."""
         key = self.numerics(plan), samples, plan.tp, self.styles(plan), plan.cp
@@ -215,6 +225,7 @@ class CostContext:
             plan.ep,
             plan.data_parallel,
             plan.recompute,
+            plan.recompute_blocks,
             holds_outputs(plan, self.stack),
         )
 
@@ -299,7 +310,8 @@ class CostContext:
         if measured is None:
             return Computing(times, error, added=added)
         start = next(n for n, unit in enumerate(model.units) if unit.name == loads.names[0])
-        then = self.loads(plan, measured.samples).part(start, start + len(loads.names))
+        end = start + len(loads.names)
+        then = self.own_loads(plan, start, end, samples=measured.samples)
         at_measured = timed(then)
         return with_measured(
             times, loads, measured=measured, at_measured=at_measured, error=error, added=added

@@ -149,8 +149,21 @@ def _rounds(plan: Plan) -> str:
 
 
 def _recomputed(plan: Plan) -> str:
-    words = [f", {plan.recompute} recompute"] * (plan.recompute is not Recompute.NONE)
+    words = [f", {recomputed_blocks(plan)}"] * (plan.recompute is not Recompute.NONE)
     return "".join([*words, *[f", loss in {plan.loss_chunks} chunks"] * (plan.loss_chunks > 1)])
+
+
+def recomputed_blocks(plan: Plan) -> str:
+    """Describe the recompute of `plan`: "full recompute of 3 blocks a stage".
+
+    >>> recomputed_blocks(Plan.parse("recompute=selective"))
+    'selective recompute'
+    """
+    words, count = f"{plan.recompute} recompute", plan.recompute_blocks
+    if count is None:
+        return words
+    stage = " a stage" if plan.pp > 1 else ""
+    return f"{words} of {count} block{'s' * (count > 1)}{stage}"
 
 
 def _cut_axes(plan: Plan) -> tuple[str, ...]:

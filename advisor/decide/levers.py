@@ -295,7 +295,9 @@ def _variants(plan: Plan) -> Iterator[Plan]:
         count = getattr(plan, name)
         if plan.microbatch_size is not None and count % 2 == 0 and not wider:
             wider = {name: count // 2, "microbatch_size": 2 * plan.microbatch_size}
-    plain = {"recompute": Recompute.NONE} if plan.recompute is not Recompute.NONE else {}
+    plain: dict[str, Any] = {}
+    if plan.recompute is not Recompute.NONE:
+        plain = {"recompute": Recompute.NONE, "recompute_blocks": None}
     for change in (plain, wider, {**plain, **wider}):
         if change:
             yield plan.model_copy(update=change)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from advisor.cost import CostModel, Traffic
 from advisor.cost.communication.by_hand import crossed_s
 from advisor.decide import async_updates, gradient_comm, loss_chunks, offload
-from advisor.decide.comparison import PlanVerdict, causes, title
+from advisor.decide.comparison import PlanVerdict, causes, recomputed_blocks, title
 from advisor.decide.decision import Alternative
 from advisor.decide.tree import Family, TreeTrace, belongs, in_leaf
 from advisor.inputs.facts import Facts
@@ -222,15 +222,20 @@ def _sent(traffic: Sequence[Traffic]) -> str:
 def _recompute_reason(winner: Candidate, costs: CostModel, policy: Policy) -> Iterator[str]:
     if winner.plan.recompute is Recompute.NONE:
         return
-    same = winner.plan.model_copy(update={"recompute": Recompute.NONE})
-    plain = costs.estimate(same)
+    plan = winner.plan
+    plain = costs.estimate(plan.recomputing(Recompute.NONE))
     if plain.fits(policy.usable_bytes(costs.facts.cluster.device)):
         return
     saved = plain.peak_high_bytes - winner.estimate.peak_high_bytes
+    ending = ""
+    if plan.recompute_blocks is not None:
+        all_s = costs.estimate(plan.recomputing(plan.recompute)).step_s
+        more = format_seconds(max(0.0, all_s - winner.estimate.step_s))
+        ending = f"; of all blocks a step would take {more} more"
     yield (
-        f"{_capitalised(winner.plan.recompute)} recompute saves {format_gib(saved)} and costs"
+        f"{_capitalised(recomputed_blocks(plan))} saves {format_gib(saved)} and costs"
         f" {format_seconds(winner.estimate.time.recompute_s)} a step; without it this"
-        " microbatch does not fit"
+        f" microbatch does not fit{ending}"
     )
 
 

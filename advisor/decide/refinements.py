@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from advisor.cost import CostModel
-from advisor.decide import async_updates, gradient_comm, loss_chunks
+from advisor.decide import async_updates, gradient_comm, loss_chunks, recompute_blocks
 from advisor.decide.candidates import searched
 from advisor.decide.comparison import Kind, best_of, is_hybrid, kind
 from advisor.decide.offload import attempts, hopeless
@@ -299,6 +299,17 @@ def choose_updates(deciding: Deciding) -> None:
     )
 
 
+def recompute_fewer_blocks(deciding: Deciding) -> None:
+    """Take a plan that recomputes as few blocks as fit, if it is faster by more than a tie."""
+    winner, costs, policy = deciding.winner, deciding.costs, deciding.policy
+    if winner is None or not recompute_blocks.is_open(costs.facts, deciding.partial, policy):
+        return
+    pool = [(search, search.rows) for search in deciding.searches]
+    if deciding.follows_tree and in_leaf(winner.plan, deciding.trace):
+        pool = [(search, _rows_in_leaf(search, deciding.trace)) for search, _ in pool]
+    deciding.replace(recompute_blocks.select(winner, pool, costs, policy), None)
+
+
 def fastest_replicas(deciding: Deciding) -> Candidate | None:
     """Return the fastest DDP plan of the last search."""
     search = deciding.searches[-1]
@@ -316,6 +327,7 @@ REFINEMENTS: tuple[Refinement, ...] = (
     choose_gradient_comm,
     choose_updates,
     look_outside_leaf,
+    recompute_fewer_blocks,
 )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from advisor.decide.comparison import cuts, kind_words, title
+from advisor.decide.comparison import cuts, kind_words, recomputed_blocks, title
 from advisor.decide.decision import Decision
 from advisor.decide.large_batch import LATE_LOSS, batch_advice, critical_tokens, noise_scale
 from advisor.decide.reserved import reserved_bytes
-from engines.plan import AXES, DataParallel, Offload, Plan, Updates, format_setting
+from engines.plan import AXES, DataParallel, Offload, Plan, Recompute, Updates, format_setting
 from profiles.machine.cluster import Collective, Link
 from profiles.units import (
     format_bandwidth,
@@ -266,7 +266,9 @@ def _peak(decision: Decision) -> str:
 
 def _recompute(decision: Decision) -> str:
     extra = format_seconds(decision.estimate.time.recompute_s)
-    return f"{decision.plan.recompute.value}, {extra} a step"
+    plan = decision.plan
+    words = "none" if plan.recompute is Recompute.NONE else recomputed_blocks(plan)
+    return f"{words}, {extra} a step"
 
 
 def _offload(decision: Decision) -> str:

@@ -128,7 +128,15 @@ _MATTERS = 0.1
 _DEGREES = frozenset({"pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero", "data_parallel"})
 # Settings that `cuts` says in words, and those that are too long for a line: `plan.json` has them.
 _IN_WORDS = frozenset(
-    {"microbatch_size", "microbatches", "accumulation", "schedule", "recompute", "precision"}
+    {
+        "microbatch_size",
+        "microbatches",
+        "accumulation",
+        "schedule",
+        "recompute",
+        "recompute_blocks",
+        "precision",
+    }
 )
 _LONG = frozenset({"stages", "tensor_styles"})
 

@@ -113,6 +113,7 @@ class SearchCache:
             plan.tensor_styles,
             plan.microbatch_size,
             plan.recompute,
+            plan.recompute_blocks,
             tuple(places),
             *(ledger.algorithms(kind, plan.tp, 1) for kind in _SPLIT_LAYERS),
             *(ledger.algorithms(kind, plan.cp, plan.tp) for kind in _SPLIT_LAYERS if plan.cp > 1),

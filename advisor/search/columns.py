@@ -80,6 +80,7 @@ class Microbatches:
             tensor_styles=self._space.styles[tp],
             microbatch_size=size,
             recompute=RECOMPUTES[recompute],
+            recompute_blocks=self._space.common.recompute_blocks,
             precision=self._space.precision,
             data_parallel=SHARDED_AS[sharded],
         )

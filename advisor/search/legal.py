@@ -51,6 +51,7 @@ _NOT_SEARCHED = (
     "bucket_mib",
     "sequence_parallel",
     "loss_chunks",
+    "recompute_blocks",
     *_AGGREGATION,
     *_UPDATES,
 )

@@ -323,7 +323,10 @@ def microbatch(costs: CostModel, plan: Plan, traffic: BorderTraffic) -> Microbat
     """Microbatch of `plan`; of its degrees only tp, cp and ep matter."""
     loads = costs.loads(plan)
     share = sent_samples(plan, costs.stack) / loads.samples
-    return Microbatch(loads, plan.recompute, traffic, share, lambda: _timed(costs, plan, loads))
+    # How many blocks a stage has is not known here: bounds count all of them as recomputed in
+    # memory, and none in time.
+    timed = plan if plan.recompute_blocks is None else plan.recomputing(Recompute.NONE)
+    return Microbatch(loads, plan.recompute, traffic, share, lambda: _timed(costs, timed, loads))
 
 
 def _timed(

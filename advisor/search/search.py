@@ -52,6 +52,7 @@ class Search:
 
     Attributes:
         space: the rows.
+        cache: results for the facts of the rows.
         bounds: lower bounds of their estimates.
         usable_bytes: of a device.
     """
@@ -62,7 +63,7 @@ class Search:
         costs = cache.costs
         self.space = space
         self.bounds: Bounds = bounds_of(space, cache, policy)
-        self._cache = cache
+        self.cache = cache
         self._costs = costs
         self._policy = policy
         self._stages = stages
@@ -88,6 +89,11 @@ class Search:
         return [self._weighed[index] for index in sorted(self._weighed)]
 
     @property
+    def estimated(self) -> list[int]:
+        """Rows that were estimated."""
+        return list(self._weighed)
+
+    @property
     def left_out(self) -> Counter[str]:
         """Number of rows that do not fit, by rule, according to their estimate or their bound.
 
@@ -109,7 +115,7 @@ class Search:
         rough = rows[self.bounds.is_rough[rows]]
         if not len(rough):
             return
-        peak = staged_peaks(self.space.part(rough), Microbatches(self.space, self._cache))
+        peak = staged_peaks(self.space.part(rough), Microbatches(self.space, self.cache))
         self.bounds.peak_high_bytes[rough] = peak
         self.bounds.is_rough[rough] = False
         self._missing[rough] = peak * (1 - ROUNDING) - self.usable_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from advisor.cost import CostModel
-from advisor.decide.comparison import signed_percent, title
+from advisor.decide.comparison import recomputed_blocks, signed_percent, title
 from advisor.decide.decide import decide
 from advisor.decide.decision import Decision
 from advisor.inputs import precision
@@ -126,7 +126,8 @@ def _levers(decision: Decision) -> Iterator[str]:
         winner = _fastest_that_fits(decision, changed, _with_less_recompute(plan))
     if winner is None or not beats(winner, decision.chosen, decision.policy):
         return
-    ending = "" if winner.plan.recompute is plan.recompute else _recomputed(winner.plan)
+    is_same = recomputed_blocks(winner.plan) == recomputed_blocks(plan)
+    ending = "" if is_same else _recomputed(winner.plan)
     if winner.plan.offload is not plan.offload or title(winner.plan) != title(plan):
         ending = f" by {title(winner.plan)}{ending}"
     yield (
@@ -136,12 +137,14 @@ def _levers(decision: Decision) -> Iterator[str]:
 
 
 def _recomputed(plan: Plan) -> str:
-    return f" with {plan.recompute if plan.recompute is not Recompute.NONE else 'no'} recompute"
+    return (
+        f" with {'no recompute' if plan.recompute is Recompute.NONE else recomputed_blocks(plan)}"
+    )
 
 
 def _with_less_recompute(plan: Plan) -> Iterator[Plan]:
     for less in RECOMPUTES[: RECOMPUTES.index(plan.recompute)]:
-        yield plan.model_copy(update={"recompute": less})
+        yield plan.recomputing(less)
 
 
 def _fastest_that_fits(

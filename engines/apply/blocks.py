@@ -7,7 +7,7 @@ from engines.apply.build import Build
 from engines.blocks.chunked_loss import chunk_loss
 from engines.blocks.compile import compile_blocks
 from engines.blocks.eight_bits import multiply_in_eight_bits
-from engines.blocks.recompute import recompute_blocks
+from engines.blocks.recompute import recompute_blocks, recomputed
 from engines.offload.activations import offload_activations
 from engines.plan import Precision
 from engines.runtime.failures import all_ranks_succeed
@@ -36,13 +36,8 @@ def chunk(build: Build) -> None:
 def recompute(build: Build) -> None:
     """Checkpoint blocks, and offload the activations that they keep."""
     plan = build.plan
-    recompute_blocks(
-        build.model,
-        plan.recompute,
-        profile=build.profile,
-        compiled=plan.compile,
-        draws=build.parts.draws,
-    )
+    names = recomputed(plan, build.profile)
+    recompute_blocks(build.model, names, plan, draws=build.parts.draws)
     if build.pool is not None and build.plan.offload.activations:
         offload_activations(build.model, build.pool, profile=build.profile)
 

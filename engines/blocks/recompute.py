@@ -34,15 +34,24 @@ _DIFFERS = (OTHER_PRODUCT, "encountered during backward but not found in storage
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
+def recomputed(plan: Plan, profile: ModelProfile) -> list[str]:
+    """Names of the blocks that `plan` recomputes: all, or the first ones of each stage."""
+    if plan.recompute is Recompute.NONE:
+        return []
+    most = len(profile.units) if plan.recompute_blocks is None else plan.recompute_blocks
+    names, left = [], most
+    for unit in profile.units:
+        left = most if unit.name in plan.stages else left
+        if unit.is_block and left:
+            names.append(unit.name)
+            left -= 1
+    return names
+
+
 def recompute_blocks(
-    model: nn.Module,
-    kind: Recompute,
-    *,
-    profile: ModelProfile,
-    compiled: bool = False,
-    draws: bool = True,
+    model: nn.Module, names: Sequence[str], plan: Plan, *, draws: bool = True
 ) -> None:
-    """Replace the forward of every block by one that saves less for the backward, in place.
+    """Replace the forward of the blocks `names` by one that saves less for the backward, in place.
 
     Parameter names, hooks and the block's class stay as they are. `FULL` saves a block's inputs;
     `SELECTIVE` also saves the outputs of matmuls, convolutions and attention, so that only cheap
@@ -50,15 +59,12 @@ def recompute_blocks(
     microbatch once.
 
     Args:
-        compiled: torch.compile will take the blocks.
+        plan: its kind of recompute; under `compile` torch.compile will take the blocks.
         draws: they may draw from Python's or numpy's generators.
     """
-    if kind is Recompute.NONE:
-        return
-    for unit in profile.blocks():
-        block = model.get_submodule(unit.name)
-        run = _compiled(kind) if compiled else _checkpointed(kind, draws)
-        wrap_forward(block, run)
+    for name in names:
+        run = _compiled(plan.recompute) if plan.compile else _checkpointed(plan.recompute, draws)
+        wrap_forward(model.get_submodule(name), run)
 
 
 def _checkpointed(kind: Recompute, draws: bool) -> Callable[..., object]:

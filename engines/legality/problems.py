@@ -204,9 +204,24 @@ def hybrid_inside_node(
 
 def recompute(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Iterator[Problem]:
     """Recompute works block by block: there must be blocks, and each reads what it took again."""
+    asked = f"recompute_blocks={plan.recompute_blocks}"
     if plan.recompute is Recompute.NONE:
+        if plan.recompute_blocks is not None:
+            yield Problem(
+                rule="blocks-without-recompute",
+                what=f"{asked} says of how many blocks activations are computed again, recompute"
+                " is none",
+                hint="leave it out, or set recompute",
+            )
         return
-    if not any(model.blocks()):
+    count = sum(1 for _ in model.blocks())
+    if plan.recompute_blocks is not None and plan.recompute_blocks > count > 0:
+        yield Problem(
+            rule="recompute-more-blocks",
+            what=f"{asked}, and {model.name} has {count}",
+            hint="leave it out: without it all blocks are recomputed",
+        )
+    if not count:
         yield Problem(
             rule="recompute-without-blocks",
             what=f"recompute={plan.recompute} works on repeated blocks, {model.name} has none",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engines.blocks.recompute import recompute_blocks
+from engines.blocks.recompute import recompute_blocks, recomputed
 from engines.data.fsdp import start_over
 from engines.data.microbatches import MicrobatchCutter
 from engines.data.running_statistics import running_statistics
@@ -250,15 +250,17 @@ class RecoveryMixin:
     def _can_adopt(self, plan: Plan) -> bool:
         """Return True if a model under the current plan can continue under `plan`."""
         update = {name: getattr(plan, name) for name in _ADJUSTABLE}
-        if plan.recompute is not self.plan.recompute and (
-            self.plan.compile or self.plan.offload is not Offload.NONE
-        ):
+        is_other = plan.said(*_OF_RECOMPUTE) != self.plan.said(*_OF_RECOMPUTE)
+        if is_other and (self.plan.compile or self.plan.offload is not Offload.NONE):
             return False  # both were built into the blocks
         return plan == self.plan.model_copy(update=update)
 
     def _adopt(self, plan: Plan) -> None:
-        if plan.recompute is not self.plan.recompute:
-            recompute_blocks(self.module, plan.recompute, profile=self._profile)
+        names = recomputed(plan, self._profile)
+        if plan.recompute is self.plan.recompute:
+            done = set(recomputed(self.plan, self._profile))
+            names = [name for name in names if name not in done]
+        recompute_blocks(self.module, names, plan)
         self.plan = plan
         self._begin_anew()
         self.steps.is_kept = True  # times of two plans say nothing of either
@@ -281,7 +283,8 @@ class RecoveryMixin:
         return ShortageError(f"{what}, {because}" if because else what, where=where, hints=hints)
 
 
-_ADJUSTABLE = ("microbatch_size", "accumulation", "recompute")
+_OF_RECOMPUTE = ("recompute", "recompute_blocks")
+_ADJUSTABLE = ("microbatch_size", "accumulation", *_OF_RECOMPUTE)
 """Settings of a plan that can change during a training."""
 
 

@@ -80,6 +80,7 @@ class PartialPlan(Record):
     bucket_mib: Count | None = None
     sequence_parallel: bool | None = None
     loss_chunks: Count | None = None
+    recompute_blocks: Count | None = None
 
     @model_serializer(mode="wrap")
     def _without_open(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -175,6 +176,7 @@ _SYNONYMS = {
     "sp": "sequence_parallel",
     "chunked_loss": "loss_chunks",
     "num_output_chunks": "loss_chunks",
+    "recompute_num_layers": "recompute_blocks",
 }
 """Words that people bring along from other tools, and what they are called here."""
 _MAY_BE_ZERO = ("zero", "servers", "backup_workers", "max_staleness")

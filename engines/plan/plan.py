@@ -74,6 +74,8 @@ class Plan(Document):
             tokens (arXiv:2205.05198).
         loss_chunks: parts of a microbatch's tokens for which head and cross-entropy are computed
             one after the other, gradients with them; 1 makes whole logits.
+        recompute_blocks: blocks of each stage that are recomputed (`recompute_num_layers` of
+            Megatron-LM): the first ones, whose activations wait longest; None for all of them.
 
     >>> plan = Plan.parse("dp_shard=4 microbatches=2")
     >>> plan.data_parallel.value, plan.world_size, str(plan)
@@ -110,6 +112,7 @@ class Plan(Document):
     bucket_mib: Count = 25
     sequence_parallel: bool = False
     loss_chunks: Count = 1
+    recompute_blocks: Count | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -150,6 +153,10 @@ class Plan(Document):
                 hints=[f"write `dp_replicate={replicate * shard} zero={kind[-1]}`"],
             )
         return self
+
+    def recomputing(self, kind: Recompute) -> Self:
+        """The same with this recompute, of all blocks."""
+        return self.model_copy(update={"recompute": kind, "recompute_blocks": None})
 
     def as_partial(self) -> PartialPlan:
         """Every setting fixed: nothing is left to choose."""

@@ -105,6 +105,8 @@ PLANS = {
         "dp_replicate=2 zero=1" + MIXED,
         "dp_replicate=2 zero=2 accumulation=2",
         "dp_replicate=2 zero=2 recompute=full",
+        "dp_replicate=2 zero=2 recompute=full recompute_blocks=2",
+        "dp_shard=2 recompute=selective recompute_blocks=1" + MIXED,
         "dp_shard=2",
         "dp_shard=2 accumulation=2 recompute=full",
         "dp_shard=2" + MIXED,

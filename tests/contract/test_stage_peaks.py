@@ -31,6 +31,7 @@ OFTEN = (
 SELDOM = (
     *(("pp=4 schedule=1f1b microbatches=16", rank) for rank in (0, 2)),
     *(("pp=4 schedule=1f1b microbatches=16 recompute=full", rank) for rank in range(4)),
+    *(("pp=2 schedule=1f1b microbatches=8 recompute=full recompute_blocks=1", n) for n in (0, 1)),
     *(("pp=4 schedule=gpipe microbatches=8", rank) for rank in (0, 1, 3)),
     *(("pp=4 schedule=naive microbatches=8", rank) for rank in range(4)),
     ("pp=2 schedule=interleaved microbatches=16", 0),

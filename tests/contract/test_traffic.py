@@ -28,7 +28,12 @@ MIXED = " accumulation=2 precision=bf16"
 PLANS = {
     # The vocabulary of 61 divides neither by 2 nor by 4: shards are padded.
     ("gpt", 2): (*(k + cut for k in TWO for cut in CUTS), *(k + MIXED for k in TWO[1:])),
-    ("gpt", 4): (*(HYBRID + cut for cut in CUTS), HYBRID + MIXED, "dp_shard=4"),
+    ("gpt", 4): (
+        *(HYBRID + cut for cut in CUTS),
+        HYBRID + MIXED,
+        "dp_shard=4",
+        "dp_shard=4 recompute=full recompute_blocks=1",
+    ),
     ("tied-frozen-unused", 2): tuple(kind + BOTH for kind in TWO),
     ("tied-frozen-unused", 4): (HYBRID + MIXED,),
 }

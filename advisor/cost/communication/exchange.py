@@ -146,7 +146,7 @@ def _runs_again(plan: Plan, unit: UnitLoad, stack: Stack) -> bool:
     """Return True if recompute repeats a unit's collectives; attention's core has none."""
     if plan.recompute is Recompute.SELECTIVE and stack.selective is Selective.CORE:
         return False
-    return unit.is_block and plan.recompute is not Recompute.NONE
+    return unit.runs_again(plan.recompute)
 
 
 @dataclass(frozen=True, slots=True)

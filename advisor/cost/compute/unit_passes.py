@@ -205,7 +205,8 @@ class UnitPasses:
     def time(self, recompute: Recompute, stack: Stack) -> UnitTime:
         """Seconds of the unit with its recompute."""
         forward, backward = self.forward, self.backward
-        again = self._again(recompute, stack) if self.unit.is_block else PassSeconds(0.0)
+        repeats = self.unit.runs_again(recompute)
+        again = self._again(recompute, stack) if repeats else PassSeconds(0.0)
         ahead_s = again.ahead_s if again.busy_s else backward.ahead_s
         return UnitTime(
             forward_s=forward.busy_s,
@@ -221,8 +222,6 @@ class UnitPasses:
     def _again(self, recompute: Recompute, stack: Stack) -> PassSeconds:
         """Seconds of what is computed again; the work that is left is that of the backward too."""
         unit, rates, forward = self.unit, self.rates, self.forward
-        if recompute is Recompute.NONE:
-            return PassSeconds(0.0)
         if recompute is Recompute.FULL:
             if stack.recomputes_whole:
                 return forward.then(self.backward)._replace(

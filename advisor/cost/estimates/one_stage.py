@@ -27,7 +27,7 @@ def one_stage(context: CostContext, plan: Plan) -> Estimate:
     """The estimate of a plan whose ranks have all units of the model."""
     model, cluster = context.facts.model, context.facts.cluster
     device = cluster.device
-    loads, ledger = context.loads(plan), context.ledger()
+    loads, ledger = context.own_loads(plan), context.ledger()
     update = context.update(plan, 0, len(model.units))
     replicas = sent(plan, model.units, gradient_bytes=loads.common_gradient_bytes, device=device)
     memory = peak(

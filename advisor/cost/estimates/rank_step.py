@@ -62,7 +62,7 @@ def rank_step(costs: CostContext, plan: Plan, rank: int = 0) -> RankStep:
     """
     batch = (costs.batch_bytes(plan), float(costs.facts.model.buffer_bytes))
     if plan.pp == 1:
-        parts = [costs.loads(plan)]
+        parts = [costs.own_loads(plan)]
         update = costs.update(plan, 0, len(costs.facts.model.units))
         order = [
             Pass(is_forward, 0, microbatch)

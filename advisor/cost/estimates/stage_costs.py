@@ -63,7 +63,7 @@ class StageCosts(Sequence[StageCost]):
         if stage in self._memories:
             return self._memories[stage]
         model, plan, places = self._model, self._plan, self._places[stage]
-        part = self._loads.part(*places)
+        part = self._loads.part(*places).repeating(plan.recompute_blocks)
         received, sent = retained_over(model, plan, self._borders, stage, places)
         messages = received_into(self._borders, stage)
         key = (part.pieces, received, sent, messages)

@@ -52,7 +52,7 @@ def repeated_s(model: CostContext, plan: Plan) -> Sequence[float]:
     device = model.facts.cluster.device
     if device.kind != "cpu":
         return [0.0] * len(model.facts.model.units)
-    loads = model.loads(plan)
+    loads = model.own_loads(plan)
     bandwidth, zeros_s = CALIBRATION.bandwidth_bytes_per_s(device), ZEROS * device.launch_s.value
     times = zip(loads.entries, model.computing(plan, loads).times, strict=True)
     each = [(unit, time) for unit, time in times for _ in range(unit.count)]

@@ -89,7 +89,7 @@ def threaded(model: CostContext, plan: Plan) -> Estimate:
     facts, own, others = model.facts, alone(plan), plan.dp_replicate - 1
     assert plan.microbatch_size is not None
     device, forwards = facts.cluster.device, plan.forwards
-    loads, ledger = model.loads(own), model.ledger()
+    loads, ledger = model.own_loads(own), model.ledger()
     update = model.update(own, 0, len(facts.model.units))
     computing = model.computing(own, loads)
     added = added_s(loads, computing.times, share=1.0, device=device, devices=plan.dp_replicate)

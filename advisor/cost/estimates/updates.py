@@ -52,7 +52,7 @@ def updated(model: CostContext, plan: Plan) -> Estimate:
     """Estimate a plan with asynchronous or periodic updates."""
     facts, own = model.facts, alone(plan)
     device = facts.cluster.device
-    loads, ledger = model.loads(own), model.ledger()
+    loads, ledger = model.own_loads(own), model.ledger()
     update = model.update(own, 0, len(facts.model.units))
     computing = model.computing(own, loads)
     busy = busy_s(computing, plan.forwards)

@@ -153,6 +153,24 @@ class Loads:
             )
         return self._parts[first, last]
 
+    def repeating(self, blocks: int | None) -> Loads:
+        """Loads of which the first `blocks` blocks alone are recomputed; None: all of them."""
+        if blocks is None:
+            return self
+        if blocks not in self._repeating:
+            runs, left = [], blocks
+            for run in self.runs:
+                again = min(left, run.count) if run.is_block else run.count
+                left -= again * run.is_block
+                for count, runs_once in ((again, False), (run.count - again, True)):
+                    runs += [replace(run, count=count, runs_once=runs_once)] if count else []
+            self._repeating[blocks] = replace(self, runs=tuple(runs))
+        return self._repeating[blocks]
+
+    @cached_property
+    def _repeating(self) -> dict[int, Loads]:
+        return {}
+
     @cached_property
     def _parts(self) -> dict[tuple[int, int], Loads]:
         return {}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from advisor.cost.load.tensor import TensorExchange
 from advisor.cost.load.work import NO_WORK, UnitWork
+from engines.plan import Recompute
 from profiles.model.profile import UnitProfile
 
 
@@ -34,6 +35,7 @@ class UnitLoad:
         expert_tensors: trainable parameters of a rank's experts.
         exchanges: the tensor collectives of one unit's forward and backward.
         work: its products and attention.
+        runs_once: a block that recompute leaves alone.
         glue: code between units that runs before it. Its memory is counted in the fields above, its
             work is not.
     """
@@ -74,7 +76,12 @@ class UnitLoad:
     expert_tensors: int = 0
     exchanges: tuple[TensorExchange, ...] = ()
     work: UnitWork = NO_WORK
+    runs_once: bool = False
     glue: UnitLoad | None = None
+
+    def runs_again(self, recompute: Recompute) -> bool:
+        """Return True if the unit's forward is repeated for its backward."""
+        return self.is_block and not self.runs_once and recompute is not Recompute.NONE
 
 
 def with_glue(unit: UnitLoad, glue: UnitLoad) -> UnitLoad:

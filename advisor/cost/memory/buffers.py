@@ -9,7 +9,7 @@ from itertools import accumulate
 from advisor.cost.load.loads import Loads
 from advisor.cost.load.unit_load import UnitLoad
 from advisor.cost.memory.states import zero_level
-from engines.plan import DataParallel, Plan, Recompute
+from engines.plan import DataParallel, Plan
 from profiles.model.profile import LOSS
 from profiles.workload.stack import TORCH, Loss, Stack
 
@@ -52,7 +52,7 @@ def gathered_by_torch(plan: Plan, loads: Loads, stack: Stack = TORCH) -> Gathere
     root = loads.root_parameter_bytes * share
     seen = list(accumulate(copy * u.count for copy, u in zip(copies, units, strict=True)))
     cast = [u.parameter_bytes * u.is_multiplied * share * (share != 1) for u in units]
-    repeats = [u.is_block and plan.recompute is not Recompute.NONE for u in units]
+    repeats = [unit.runs_again(plan.recompute) for unit in units]
     in_forward = list(accumulate(c * u.count for c, u in zip(cast, units, strict=True)))
     saved = list(
         accumulate(

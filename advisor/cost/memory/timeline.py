@@ -63,7 +63,7 @@ def timeline_of(loads: Loads, recompute: Recompute, *, away: bool = False) -> Mi
 
 def saved_bytes(unit: UnitLoad, recompute: Recompute) -> float:
     """Bytes saved from a unit's forward to its backward."""
-    if not unit.is_block or recompute is Recompute.NONE:
+    if not unit.runs_again(recompute):
         return unit.activation_bytes
     return unit.input_bytes if recompute is Recompute.FULL else unit.selective_bytes
 
@@ -77,7 +77,7 @@ def backward_work(
     A recomputed block has all its activations while its backward runs. Offloaded ones are reloaded
     operation by operation: at most all of them.
     """
-    runs_again = unit.is_block and recompute is not Recompute.NONE
+    runs_again = unit.runs_again(recompute)
     again = max(0.0, unit.activation_bytes - saved) if runs_again or is_reloaded else 0.0
     work = again + unit.backward_transient_bytes
     return unit.output_bytes + (max(work, unit.forward_transient_bytes) if runs_again else work)

@@ -53,6 +53,15 @@ def test_smaller_microbatches_come_before_more_recompute() -> None:
     assert len(plans) == 8
 
 
+def test_recompute_of_all_blocks_comes_before_a_stronger_one() -> None:
+    some = Plan.parse("microbatch_size=1 recompute=selective recompute_blocks=1")
+    plans = list(map(str, lighter(some, facts_of("gpt"))))
+    assert plans == [
+        "microbatch_size=1 recompute=selective",
+        "microbatch_size=1 recompute=full",
+    ]
+
+
 def test_with_batch_norms_more_recompute_comes_first() -> None:
     plans = list(map(str, lighter(Plan.parse("microbatch_size=4"), facts_of("resnet-batch-norm"))))
     assert plans[0] == "microbatch_size=4 recompute=selective"

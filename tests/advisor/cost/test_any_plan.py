@@ -68,6 +68,7 @@ def plans(draw: st.DrawFn, name: str, cluster_name: str) -> Plan:
         "microbatches": draw(st.integers(1, 3)) * degrees["pp"],
         "accumulation": draw(st.integers(1, 3)),
         "recompute": draw(st.sampled_from(list(Recompute))),
+        "recompute_blocks": draw(st.one_of(st.none(), st.integers(1, 2))),
         "precision": draw(st.sampled_from(["fp32", "bf16"] if name in CONFIGS else ["fp32"])),
     }
     if update.get("data_parallel") is DataParallel.REPLICATE and draw(st.booleans()):

@@ -84,6 +84,8 @@ def test_microbatches_of_a_pipeline_are_named_with_their_schedule() -> None:
         " full recompute, bf16"
     )
     assert short_cuts(plan) == "mb 2 x 24, interleaved 1F1B, full recompute"
+    some = plan.model_copy(update={"recompute_blocks": 3})
+    assert short_cuts(some) == "mb 2 x 24, interleaved 1F1B, full recompute of 3 blocks a stage"
 
 
 def test_kind_and_shape_differ_by_degrees_and_nothing_else() -> None:

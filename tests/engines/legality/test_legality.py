@@ -193,6 +193,18 @@ def test_activation_offload_needs_blocks() -> None:
     assert rules("offload=activations", flat, cpu_ranks(1)) == ["offload-without-blocks"]
 
 
+@pytest.mark.parametrize(
+    ("plan", "broken"),
+    [
+        ("recompute=full recompute_blocks=2", []),
+        ("recompute_blocks=2", ["blocks-without-recompute"]),
+        ("recompute=selective recompute_blocks=100", ["recompute-more-blocks"]),
+    ],
+)
+def test_recomputed_blocks_are_some_of_those_that_there_are(plan: str, broken: list[str]) -> None:
+    assert rules(plan, model(), cpu_ranks(1)) == broken
+
+
 def test_recompute_needs_blocks() -> None:
     flat = model(unit("lstm", is_block=False))
     assert rules("recompute=full", flat, cpu_ranks(1)) == ["recompute-without-blocks"]

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from engines.blocks.recompute import recompute_blocks
+from engines.blocks.recompute import recompute_blocks, recomputed
 from engines.pipeline.model_snapshot import ModelSnapshot
 from engines.pipeline.recording import Recording, record
-from engines.plan import Recompute
+from engines.plan import Plan, Recompute
 from profiles.model.profile import Numerics
 from tests.engines.cases import CASES, profile_of
 from tests.engines.parity import parallelize
@@ -28,7 +28,8 @@ def test_a_changed_model_is_recorded_as_it_was(name: str) -> None:
     profile, batch = profile_of(case, model), case.batch(6)
     wanted = record(model, profile.flow, batch, has_target=True)
     skeleton = ModelSnapshot(model)
-    recompute_blocks(model, Recompute.FULL, profile=profile)
+    plan = Plan(recompute=Recompute.FULL)
+    recompute_blocks(model, recomputed(plan, profile), plan)
     for parameter in model.parameters():
         parameter.data = parameter.data.flatten()[:1]  # as little of it as a rank may keep
     model.register_forward_pre_hook(lambda module, args: pytest.fail("a hook of today ran"))

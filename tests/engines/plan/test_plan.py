@@ -126,7 +126,7 @@ def test_servers_and_backup_workers_are_ranks_besides_the_replicas() -> None:
 
 LATER = ("aggregation", "compression", "compression_rank", "updates", "sync_every", "servers",
          "backup_workers", "max_staleness", "offload_to", "bucket_mib",
-         "sequence_parallel", "loss_chunks")  # fmt: skip
+         "sequence_parallel", "loss_chunks", "recompute_blocks")  # fmt: skip
 
 
 def test_a_plan_that_leaves_newer_settings_alone_keeps_its_hash() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.blocks.recompute import recompute_blocks
-from engines.plan import Recompute
+from engines.blocks.recompute import recompute_blocks, recomputed
+from engines.plan import Plan, Recompute
 from engines.state.slices import Slice
 from engines.tensor.split import split
 from engines.tensor.styles import Style
@@ -110,7 +110,8 @@ def test_a_recomputed_block_leaves_no_references() -> None:
     exchange = halved(model, "blocks.1.")
     profile = capture(model, torch.randn(2, 8, units.WIDTH))
     exchange.copied.clear()
-    recompute_blocks(model, Recompute.FULL, profile=profile)
+    plan = Plan(recompute=Recompute.FULL)
+    recompute_blocks(model, recomputed(plan, profile), plan)
     loss = model(torch.randn(2, 8, units.WIDTH)).sum()
     loss.backward()
     assert [made() for made in exchange.copied] == [None, None]  # one for each run, not for q, k, v
