@@ -9,6 +9,7 @@ from os import PathLike
 import torch
 from torch import nn
 
+from engines.state.compensated_adamw import CompensatedAdamW
 from engines.state.deferred import deferred
 from engines.state.optimizer import OptimizerFactory
 from profiles.capture.subject import require_module
@@ -97,10 +98,10 @@ def require_kinds(given: Mapping[str, object]) -> None:
 
 
 def optimizer_of(given: OptimizerLike) -> torch.optim.Optimizer | OptimizerFactory | None:
-    """An optimizer, a factory, or torch's of that name with its default settings.
+    """An optimizer, a factory, or torch's of that name with its default settings, or ours.
 
     Raises:
-        UnknownNameError: torch has none of that name.
+        UnknownNameError: neither has one of that name.
         InputError: it is something else.
     """
     if isinstance(given, str):
@@ -111,6 +112,7 @@ def optimizer_of(given: OptimizerLike) -> torch.optim.Optimizer | OptimizerFacto
             and issubclass(kind, torch.optim.Optimizer)
             and kind is not torch.optim.Optimizer
         }
+        known["adamw-compensated"] = CompensatedAdamW
         if given.lower() not in known:
             raise UnknownNameError("optimizer", given, sorted(known), where="optimizer")
         return known[given.lower()]

@@ -22,6 +22,8 @@ from engines.plan import Offload, PartialPlan, Plan, Precision, Recompute
 from profiles.record import Record
 from profiles.units import format_gib, format_percent, format_seconds
 from profiles.workload.lora import takes_lora, with_lora
+from profiles.workload.optimizers import OPTIMIZERS
+from profiles.workload.pure_bf16 import in_bf16
 from profiles.workload.stack import LOSS_CHUNKS, Selective, States
 from profiles.workload.under_stack import in_channels_last
 
@@ -150,6 +152,17 @@ def bf16_moments(facts: Facts) -> Facts | None:
     return changed
 
 
+def pure_bf16(facts: Facts) -> Facts | None:
+    """Build the model in bf16, and keep what its sums lose: no copies in fp32."""
+    is_adam = facts.workload.optimizer.name in ("adam", "adamw")
+    model = in_bf16(facts.model) if is_adam and facts.precision.dtype == "bfloat16" else None
+    if model is None or not is_of_engines(facts.stack):
+        return None
+    optimizer = OPTIMIZERS["adamw-compensated"]
+    workload = facts.workload.model_copy(update={"optimizer": optimizer})
+    return facts.rebuilt(model=model, workload=workload)
+
+
 def lora(facts: Facts, *, is_quantised: bool = False) -> Facts | None:
     """Train adapters on a frozen base in bf16, or in 4 bits."""
     is_bf16 = facts.precision.dtype == "bfloat16"
@@ -209,6 +222,13 @@ LEVERS = (
         keeps_training=False,
     ),
     _Lever("bf16 moments", "the optimizer's moments in bf16", bf16_moments, keeps_training=False),
+    _Lever(
+        "pure bf16",
+        "parameters, gradients and states in bf16, sums compensated",
+        pure_bf16,
+        code='model.bfloat16(), optimizer="adamw-compensated"',
+        keeps_training=False,
+    ),
     _Lever(
         "LoRA",
         f"adapters of rank {RANK} on every layer of the blocks, the base frozen in bf16",

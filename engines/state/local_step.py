@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from engines.state.compensated_adamw import CompensatedAdamW
 from profiles.torch_compat.shards import (
     local_of,
     own_step,
@@ -40,6 +41,7 @@ ELEMENTWISE = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.SGD,
+    CompensatedAdamW,
 )
 
 State = dict[str, Any]
@@ -79,7 +81,7 @@ def _is_special(optimizer: torch.optim.Optimizer) -> bool:
     return (
         torch.compiler.is_compiling()
         or getattr(optimizer, "found_inf", None) is not None
-        or any(group["differentiable"] for group in optimizer.param_groups)
+        or any(group.get("differentiable") for group in optimizer.param_groups)
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.state.compensated_adamw import CompensatedAdamW
 from engines.state.optimizer_parts import Given, indivisible, tiny, trial_with
 from profiles.capture.fakes.tensors import Fakes
 from profiles.capture.frames import summary
@@ -47,6 +48,7 @@ _ALIKE = (
     torch.optim.RAdam,
     torch.optim.RMSprop,
     torch.optim.SGD,
+    CompensatedAdamW,
 )
 
 # Code that reads an unknown number gets this one: neither 0 nor 1, which steps divide by or take

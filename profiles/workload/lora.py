@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from profiles.model.affine import Affine
-from profiles.model.flow import Flow, UnitCall
 from profiles.model.layers import LayerCost, LayerKind, Stretch
 from profiles.model.profile import ModelProfile, Numerics, ParameterShape, UnitProfile
+from profiles.workload.pure_bf16 import half_numerics, halved_flow
 from profiles.workload.under_stack import AMOUNTS
 
 BF16_BYTES = 2
@@ -29,10 +29,10 @@ def takes_lora(model: ModelProfile) -> bool:
     no layers."""
     blocks = list(model.blocks())
     return (
-        _half(model) is not None
+        half_numerics(model) is not None
         and bool(blocks)
         and not any(unit.experts for unit in model.units)
-        and all(any(_adapted(unit, _half(model))) for unit in blocks)
+        and all(any(_adapted(unit, half_numerics(model))) for unit in blocks)
     )
 
 
@@ -42,7 +42,7 @@ def with_lora(model: ModelProfile, *, rank: int = 16, is_quantised: bool = False
 
     The result is a model built in bf16.
     """
-    kind = _half(model)
+    kind = half_numerics(model)
     assert kind is not None
     done: dict[int, UnitProfile] = {}
     units = []
@@ -57,21 +57,13 @@ def with_lora(model: ModelProfile, *, rank: int = 16, is_quantised: bool = False
             "units": tuple(units),
             "dtype": "bfloat16",
             "glue": {Numerics.AS_BUILT: model.glue[kind]} if kind in model.glue else {},
-            "flow": _halved(model.flow) if model.dtype == "float32" else model.flow,
+            "flow": halved_flow(model.flow) if model.dtype == "float32" else model.flow,
             "times": (),
             "config": None,
             "unused": (),
             "crossings": {},
         }
     )
-
-
-def _half(model: ModelProfile) -> Numerics | None:
-    """The numerics whose costs are those of a model in bf16."""
-    if model.dtype == "bfloat16":
-        return Numerics.AS_BUILT
-    is_known = model.dtype == "float32" and Numerics.BF16 in model.numerics
-    return Numerics.BF16 if is_known else None
 
 
 def _adapted(unit: UnitProfile, kind: Numerics | None) -> Iterator[LayerCost]:
@@ -190,18 +182,3 @@ def _with_adapter(layer: LayerCost, rank: int, *, is_quantised: bool) -> LayerCo
             ),
         }
     )
-
-
-def _halved(flow: Flow) -> Flow:
-    """Bytes in 16 bits of what calls hand on in fp32."""
-
-    def half(call: UnitCall) -> UnitCall:
-        values = tuple(
-            value.model_copy(update={"dtype": "bfloat16", "bytes": value.bytes * (0.5)})
-            if value.dtype == "float32"
-            else value
-            for value in call.values
-        )
-        return call.model_copy(update={"values": values})
-
-    return flow.model_copy(update={"calls": tuple(map(half, flow.calls))})

@@ -75,7 +75,9 @@ STEPS_OWN_PARTS = frozenset(
         "adam",
         "adamax",
         "adamw",
+        "adamw-compensated",
         "asgd",
+        "compensatedadamw",
         "nadam",
         "radam",
         "rmsprop",
@@ -110,6 +112,13 @@ OPTIMIZERS = {
         ),
         OptimizerProfile(
             name="adamw", state_bytes_per_element=8, moved_bytes_per_element=84, **_ADAM
+        ),
+        # Of parameters in bf16: `engines.state.compensated_adamw`, tensor by tensor everywhere.
+        OptimizerProfile(
+            name="adamw-compensated",
+            state_bytes_per_element=16,
+            moved_bytes_per_element=364,
+            loop_copies=10.0,
         ),
         OptimizerProfile(
             name="adafactor",

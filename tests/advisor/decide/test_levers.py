@@ -68,6 +68,18 @@ def test_moments_in_bf16_are_half() -> None:
     assert not moments.keeps_training
 
 
+def test_a_model_in_bf16_has_no_copies_in_fp32() -> None:
+    """Of each element 2 bytes, as many of its gradient, and four states of 2."""
+    decision = decided(on())
+    lever = gain(decision, "pure bf16")
+    own, memory = decision.estimate.memory, lever.estimate.memory
+    assert memory.parameters == 2 * MODEL.parameters == own.parameters / 2
+    assert memory.gradients == own.gradients / 2
+    assert memory.optimizer == 8 * MODEL.parameters
+    assert lever.code == 'model.bfloat16(), optimizer="adamw-compensated"'
+    assert not lever.keeps_training
+
+
 def test_lora_holds_states_of_its_adapters_only() -> None:
     lora = gain(decided(on()), "LoRA").estimate.memory
     learning = LAYERS * sum(levers.RANK * (i + o) for i, o in LINEARS)

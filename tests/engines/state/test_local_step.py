@@ -153,7 +153,7 @@ def test_three_steps_are_those_of_one_process(pool: Pool, name: str) -> None:
 
 def test_what_is_priced_so_is_stepped_so() -> None:
     named = {kind.__name__.lower() for kind in ELEMENTWISE}
-    assert named | {"sgd-momentum"} == STEPS_OWN_PARTS
+    assert named | {"sgd-momentum", "adamw-compensated"} == STEPS_OWN_PARTS
 
 
 ADAMW = FACTORIES["AdamW"]

@@ -64,7 +64,7 @@ def test_the_named_optimizers_move_what_torchs_defaults_move(foreach: bool) -> N
         "adamw": lambda p: torch.optim.AdamW(p, foreach=foreach),
     }
     plain = {name for name, actual in OPTIMIZERS.items() if actual.law is Law.ELEMENTWISE}
-    assert factories.keys() == plain
+    assert factories.keys() == plain - {"adamw-compensated"}  # which is described in bf16
     for name, factory in factories.items():
         actual = optimizer_footprint(factory)
         assert actual.state_bytes_per_element == OPTIMIZERS[name].state_bytes_per_element
