@@ -74,13 +74,15 @@ class GradientBuckets:
     Args:
         parameters: of the module, by name.
         stay: gradients that are views are so of DDP's buckets, which stay: they are the same
-            tensors step after step, and may be kept.
+            tensors step after step, and may be kept. DDP lays them out anew after its first
+            backward: what the first step leaves would hold the old ones beside them.
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], *, stay: bool) -> None:
         self._parameters, self._stay = parameters, stay
         self._seen: list[Tensor | None] = []
         self._buckets: list[Tensor] = []
+        self._is_first = True
 
     def now(self) -> list[Tensor]:
         """Those that there are."""
@@ -90,8 +92,10 @@ class GradientBuckets:
         if self._seen and all(map(is_, gradients, self._seen)):
             return self._buckets
         buckets = self._looked_up()
-        is_kept = all(gradient is None or gradient._base is not None for gradient in gradients)
+        are_views = all(gradient is None or gradient._base is not None for gradient in gradients)
+        is_kept = are_views and not self._is_first
         self._seen, self._buckets = (gradients, buckets) if is_kept else ([], [])
+        self._is_first = False
         return buckets
 
     def _looked_up(self) -> list[Tensor]:

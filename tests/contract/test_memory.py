@@ -271,3 +271,27 @@ def test_a_step_leaks_no_tensors(
     name: str, text: str, measured: dict[tuple[str, str], Found]
 ) -> None:
     assert measured[name, text].left == 0
+
+
+def _peaks_of_steps(profile: ModelProfile) -> list[int]:
+    """Of the first four steps, with all that was made for them."""
+    subject, plan = SUBJECTS["blocks"], SUBJECTS["blocks"].plan("dp_replicate=2")
+    watched = LiveBytes([])
+    peaks = []
+    with watched:
+        parallel = apply_plan(
+            subject.build(), plan, profile=profile, cluster=cpu_ranks(2), loss_fn=token_loss
+        )
+        for _ in range(4):
+            watched.peak_bytes = 0
+            parallel.train_step(subject.batch(subject.rows))
+            peaks.append(watched.peak_bytes)
+    return peaks
+
+
+def test_the_second_step_of_ddp_takes_no_more_than_the_third(
+    pool: Pool, profiles: dict[str, ModelProfile]
+) -> None:
+    """DDP lays out its buckets anew then: nothing else may hold the old ones."""
+    for _, second, third, fourth in pool.run(_peaks_of_steps, profiles["blocks"], world_size=2):
+        assert second == third == fourth
