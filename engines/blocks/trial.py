@@ -144,7 +144,8 @@ def _saved_sums() -> Iterator[list[_Sums]]:
             values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
             plain, absolute = values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
             sums.append(_Sums(float(plain), float(absolute)))
-        return tensor
+        # A node that saves its own output would hold itself: nobody would free either.
+        return tensor if tensor.is_leaf else tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -14,7 +15,8 @@ from torch.nn.functional import cross_entropy, layer_norm
 
 from engines.blocks.trial import BlockTrial, run_twice
 from profiles.errors import PlanError
-from tests.engines.cases import Case, profile_of
+from tests.contract.watch import LiveBytes
+from tests.engines.cases import CASES, Case, profile_of
 from tests.engines.parity import gradient_error, reference_loss, spread
 
 CALLS = {"all": 0}
@@ -264,3 +266,16 @@ def test_a_model_that_cannot_be_tried_may_draw() -> None:
 
 def test_state_of_code_around_blocks_is_no_reason() -> None:
     spread(Case(Counted, _batch), "recompute=full")
+
+
+def test_nothing_of_a_trial_lives_on() -> None:
+    """Nodes of softmax and of relu save their own outputs."""
+    case = CASES["gpt"]
+    model, batch = case.build(), case.batch(4)
+    profile = profile_of(case, model)
+    watched = LiveBytes([*model.parameters(), *model.buffers(), *batch])
+    before = watched.now()
+    with watched:
+        assert not run_twice(model, batch, case.loss_fn, profile=profile).unlike
+    gc.collect()
+    assert watched.now() == before
