@@ -18,9 +18,9 @@ class CompensatedAdamW(torch.optim.Optimizer):
 
     In bf16 an update is often smaller than half the distance of two neighbours, and so is a
     thousandth of a second moment: a plain sum stays where it is. Here what a sum loses is kept
-    beside it in the same dtype and added with its next change (Kahan; arXiv:2010.06192, section
-    4.1), so that 16 bits of a parameter count, not 8. Parameters, gradients and states take 12
-    bytes an element; fp32 parameters that are cast to bf16 in the forward take 16.
+    beside it in the same dtype and added with its next change (Kahan; arXiv:2010.06192), so
+    that 16 bits of a parameter count, not 8. Parameters, gradients and states take 12 bytes an
+    element; fp32 parameters that are cast to bf16 in the forward take 16.
 
     Replicas stay equal, as nothing is drawn: stochastic rounding would need the same numbers on all
     of them.

@@ -24,8 +24,11 @@ def in_bf16(model: ModelProfile) -> ModelProfile | None:
     done: dict[int, dict[Numerics, UnitCost]] = {}
     units = []
     for unit in model.units:
-        costs = done.setdefault(id(unit.costs), {Numerics.AS_BUILT: _halved_cost(unit)})
-        units.append(_halved_unit(unit, costs))
+        # Equal blocks share their costs: change them once.
+        key = id(unit.costs)
+        if key not in done:
+            done[key] = {Numerics.AS_BUILT: _halved_cost(unit)}
+        units.append(_halved_unit(unit, done[key]))
     glue = model.glue
     return model.model_copy(
         update={

@@ -360,19 +360,6 @@ def test_full_recompute_runs_the_blocks_forward_again() -> None:
     assert cost.time.recompute_s == pytest.approx(cost.time.compute_s / 3)
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 4])
-def test_recompute_of_some_blocks_takes_their_share_and_saves_it(blocks: int) -> None:
-    none, some, all_of_them = (
-        on_cpus(f"microbatch_size=1 {recompute}", ranks=1, batch=1)
-        for recompute in ("", f"recompute=full recompute_blocks={blocks}", "recompute=full")
-    )
-    assert some.time.recompute_s == pytest.approx(blocks / 4 * all_of_them.time.recompute_s)
-    launched = some.time.launch_s - none.time.launch_s
-    assert launched == pytest.approx(blocks / 4 * (all_of_them.time.launch_s - none.time.launch_s))
-    # The last block is not saved twice: its activations are there when its backward begins.
-    assert some.time.compute_s == none.time.compute_s
-
-
 @pytest.mark.parametrize(
     ("stack", "kernels"),
     [

@@ -6,7 +6,7 @@ import copy
 import random
 from collections import deque
 from types import MethodType
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from engines.blocks.recompute import recomputed
 from engines.plan import Plan
 from profiles.errors import ModelError, PlanError
 from tests.engines.cases import CASES, Case
@@ -27,7 +26,6 @@ from tests.engines.parity import (
     sgd,
     spread,
 )
-from tests.factories import chain
 from tests.workers import Pool
 
 
@@ -419,59 +417,3 @@ def test_a_block_that_writes_into_what_it_takes_is_refused_before_work(recompute
     wanted.backward()
     assert relative(parallel.forward_backward(batch), wanted.detach()) < 1e-6
     assert gradient_error(parallel, reference) < 1e-6
-
-
-class Counted(nn.Module):
-    """Counts its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        Counted.total[id(self)] = Counted.total.get(id(self), 0) + 1
-        return x + self.out(torch.tanh(x))
-
-    total: ClassVar[dict[int, int]] = {}
-
-
-def _counted(plan: str) -> tuple[list[int], float]:
-    """Forwards of each of five blocks in a step, and the error of its gradients."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 6), *(Counted() for _ in range(5)), nn.Linear(6, 3))
-
-    case = Case(build, lambda rows: (torch.randn(rows, 6), torch.zeros(rows, dtype=torch.long)))
-    reference, parallel = spread(case, plan)
-    batch = case.batch(8)
-    reference_loss(reference, case, batch).backward()
-    Counted.total.clear()
-    parallel.forward_backward(local_rows(parallel, batch, 8))
-    blocks = [module for module in parallel.module.modules() if isinstance(module, Counted)]
-    counts = [Counted.total.get(id(block), 0) for block in blocks]
-    return counts, gradient_error(parallel, reference)
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("blocks", [1, 3, 5])
-def test_the_first_blocks_are_recomputed(recompute: str, blocks: int) -> None:
-    counts, error = _counted(f"recompute={recompute} recompute_blocks={blocks}")
-    assert counts == [2] * blocks + [1] * (5 - blocks)
-    assert error < 1e-6
-
-
-@pytest.mark.dist
-def test_the_first_block_of_each_stage_is_recomputed(pool: Pool) -> None:
-    plan = "pp=2 schedule=gpipe microbatches=2 microbatch_size=4 stages=3 recompute=full"
-    (first, error), (second, other) = pool.run(_counted, f"{plan} recompute_blocks=1", world_size=2)
-    assert [first[:2], second[2:]] == [[4, 2], [4, 2, 2]]
-    assert max(error, other) < 1e-6
-
-
-def test_names_of_recomputed_blocks() -> None:
-    profile = chain(units=5)
-    names = [unit.name for unit in profile.units]
-    assert recomputed(Plan.parse("recompute=full"), profile) == names
-    assert recomputed(Plan(), profile) == []
-    plan = Plan.parse(f"pp=2 stages={names[3]} recompute=selective recompute_blocks=2")
-    assert recomputed(plan, profile) == [*names[:2], *names[3:]]
