@@ -218,7 +218,7 @@ def recompute(plan: Plan, model: ModelProfile, cluster: ClusterProfile) -> Itera
     if plan.recompute_blocks is not None and plan.recompute_blocks > count > 0:
         yield Problem(
             rule="recompute-more-blocks",
-            what=f"{asked}, and {model.name} has {count}",
+            what=f"{asked} is more than the {count} blocks of {model.name}",
             hint="leave it out: without it all blocks are recomputed",
         )
     if not count:
