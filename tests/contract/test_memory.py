@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -144,11 +145,16 @@ MOST_LATE_S = 10.0
 """Until gloo's threads have let go of a step's buffers, on a machine that does much else."""
 
 
+MESH_BYTES = 64
+"""Of the numbers of the ranks on a mesh of four, and of a scalar."""
+
+
 @dataclass(frozen=True)
 class Found:
-    """Bytes of one rank: states when the optimizer steps, and the most of a whole step. Of models
-    whose parameters are not all sharded also the collectives of a step."""
+    """Bytes of one rank: once the plan is applied, states when the optimizer steps, and the most of
+    a whole step. Of models whose parameters are not all sharded also the collectives of a step."""
 
+    applied: int
     states: dict[str, int]
     peak: int
     left: int
@@ -160,14 +166,19 @@ def _measured(name: str, plans: tuple[str, ...], profile: ModelProfile) -> list[
 
 
 def _measure(subject: Subject, plan: Plan, profile: ModelProfile) -> Found:
-    parallel = apply_plan(
-        subject.build(),
-        plan,
-        profile=profile,
-        cluster=cpu_ranks(plan.world_size),
-        loss_fn=token_loss,
-    )
     batch = subject.batch(subject.rows * plan.forwards)
+    built = LiveBytes(batch)
+    with built:
+        parallel = apply_plan(
+            subject.build(),
+            plan,
+            profile=profile,
+            cluster=cpu_ranks(plan.world_size),
+            loss_fn=token_loss,
+            sample=batch,  # as `auto_parallelize` does: trials on copies run, and must leave nothing
+        )
+    gc.collect()
+    applied = built.now() - sum(tensor.nbytes for tensor in batch)
     parallel.train_step(batch)  # the optimizer makes its states
     reduced: list[Tensor] = []
     hook = parallel.optimizer.register_step_pre_hook(lambda *_: reduced.extend(gradients(parallel)))
@@ -195,7 +206,7 @@ def _measure(subject: Subject, plan: Plan, profile: ModelProfile) -> Found:
     until = time.monotonic() + MOST_LATE_S
     while watched.now() > before and time.monotonic() < until:
         time.sleep(0.01)
-    return Found(states, min(peaks), watched.now() - before, collectives.calls)
+    return Found(applied, states, min(peaks), watched.now() - before, collectives.calls)
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +275,17 @@ def test_peak_of_a_step_is_near_the_prediction_and_below_its_upper_end(
     charged = prediction(SUBJECTS[name].plan(text), profiles[name])
     assert peak <= charged.peak_high_bytes
     assert LOWEST <= charged.peak_bytes / peak <= HIGHEST
+
+
+@pytest.mark.parametrize(("name", "text"), EACH)
+def test_applying_a_plan_leaves_no_tensors_but_parameters(
+    name: str, text: str, measured: dict[tuple[str, str], Found]
+) -> None:
+    rank = measured[name, text]
+    # DDP makes its buckets there and then.
+    is_ddp = SUBJECTS[name].plan(text).data_parallel is DataParallel.REPLICATE
+    buckets = rank.states["gradients"] if is_ddp else 0
+    assert 0 <= rank.applied - rank.states["parameters"] - buckets <= MESH_BYTES
 
 
 @pytest.mark.parametrize(("name", "text"), EACH)
