@@ -155,6 +155,7 @@ def trace_step(
             limit=limit,
             hooks=hooks,
         )
+        stack.callback(trace.release)
         if source is not CaptureSource.FAKE:
             stack.enter_context(ArrayReads(values, trace.note_read))
         if warm:

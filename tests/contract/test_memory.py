@@ -175,7 +175,7 @@ def _measure(subject: Subject, plan: Plan, profile: ModelProfile) -> Found:
             profile=profile,
             cluster=cpu_ranks(plan.world_size),
             loss_fn=token_loss,
-            sample=batch,  # as `auto_parallelize` does: trials on copies run, and must leave nothing
+            sample=batch,  # as `auto_parallelize` does: trials on copies run
         )
     gc.collect()
     applied = built.now() - sum(tensor.nbytes for tensor in batch)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import Node
 
 from profiles.capture.fakes.known_values import KnownValues
 from profiles.capture.fakes.mode import KEPT, FakeRunMode
@@ -30,6 +30,7 @@ from profiles.capture.operators.table import (
 from profiles.capture.traces.copy_trace import CopyTrace
 from profiles.capture.traces.flow_trace import FlowTrace, Trail
 from profiles.capture.traces.layer_trace import LayerTrace, Shapes
+from profiles.capture.traces.saved_tensors import SavedTensors
 from profiles.capture.traces.storages import Storages
 from profiles.capture.traces.sum_trace import is_addition
 from profiles.model.kernel_cycles import Charge
@@ -44,7 +45,6 @@ from profiles.torch_compat import (
     map_tensors,
     next_sequence_number,
     node_notes,
-    saving_hook,
     sequence_number,
     tensors_in,
     tensors_written,
@@ -119,12 +119,7 @@ class TraceMode(FakeRunMode):
         self._formulas = flop_formulas()
         self._kept_operators = frozenset(kept_operators())
 
-        def pack(tensor: Tensor) -> Tensor:
-            if not self._in_backward:
-                self.storages.save(tensor, self.scope)
-            return tensor
-
-        self._pack = pack
+        self._saved = SavedTensors(self._save)
 
     # Calls of units
 
@@ -216,7 +211,7 @@ class TraceMode(FakeRunMode):
     def is_saving(self) -> bool:
         """True while saved tensors are noted here, and not handled by a hook of the model's own
         (checkpoints, offloading)."""
-        return saving_hook() is self._pack
+        return self._saved.is_noting
 
     def as_float32(self, output: object) -> object:
         """A model's output as the loss gets it: in float32 again if inputs were cast."""
@@ -258,9 +253,16 @@ class TraceMode(FakeRunMode):
 
     def saving(self) -> AbstractContextManager[object]:
         """A context in which what autograd saves is noted."""
-        if not self._hooks:
-            return nullcontext()
-        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        return self._saved.hooks() if self._hooks else nullcontext()
+
+    def release(self) -> None:
+        """Let go of tensors: the run is over, or has failed."""
+        self._saved.release()
+        self.flow.release()
+
+    def _save(self, tensor: Tensor) -> None:
+        if not self._in_backward:
+            self.storages.save(tensor, self.scope)
 
     def begin_backward(self, roots: Sequence[Tensor]) -> None:
         """The forward is over; autograd goes back from `roots`, beginning where they were made."""

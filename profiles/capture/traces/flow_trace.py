@@ -107,6 +107,11 @@ class FlowTrace:
         self._take(sums)
         return len(self._calls) - 1
 
+    def release(self) -> None:
+        """Let go of the inputs of a call that failed."""
+        if self._current is not None:
+            self._current.given = ()
+
     def begin_inside(self, unit: str) -> None:
         """A call of `unit` within the current one."""
         assert self._current is not None
