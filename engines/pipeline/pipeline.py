@@ -32,6 +32,7 @@ from profiles.capture.batch.tree import batch_items, describe
 from profiles.capture.frames import summary
 from profiles.errors import BatchError, ModelError
 from profiles.model.profile import ModelProfile, Numerics
+from profiles.torch_compat.sent_messages import SentMessages, let_go_of_sent
 
 MOST_RECORDINGS = 16
 """Batches of other shapes are recorded anew; a data set has a few lengths, not hundreds."""
@@ -79,7 +80,7 @@ class Pipeline:
         self.shares = shares
         self._round = Round()
         self._recordings: dict[str, Recording] = {}
-        self._ready: tuple[Recording, AnySchedule] | None = None
+        self._ready: tuple[Recording, AnySchedule, SentMessages | None] | None = None
         segments = segments_of(plan, flow, model)
         self._segments = [segments[stage] for stage in stages_of_rank(plan, mesh.pp.position)]
         self.owners: Mapping[str, Sequence[int]] = owners_of(plan, segments)
@@ -134,7 +135,7 @@ class Pipeline:
         in_flight = self._plan.in_flight
         with self._step():
             for start in range(0, len(pieces), in_flight):
-                schedule = self._schedule(pieces[start], in_flight)
+                schedule, sent = self._schedule(pieces[start], in_flight)
                 part = slice(start, start + in_flight)
                 self._round.begin(pieces[part], weights[part])
                 numbers, losses = torch.arange(in_flight), list[Tensor]()
@@ -144,6 +145,8 @@ class Pipeline:
                     ends = {"target": numbers, "losses": losses}
                 with around_round(start + in_flight >= len(pieces)):
                     schedule.step(microbatch=numbers, return_outputs=False, **ends)
+                    if sent is not None:
+                        sent.finish()
                 for loss in losses:
                     total += loss.detach().reshape(())
         return total
@@ -205,11 +208,11 @@ class Pipeline:
         finally:
             self._round.begin()
 
-    def _schedule(self, piece: Batch, in_flight: int) -> AnySchedule:
+    def _schedule(self, piece: Batch, in_flight: int) -> tuple[AnySchedule, SentMessages | None]:
         """Stages and buffers for microbatches of these shapes; reused while they stay the same."""
         recording = self._recording(piece)
         if self._ready is not None and self._ready[0] is recording:
-            return self._ready[1]
+            return self._ready[1:]
         stages = [
             pipeline_stage(
                 stage,
@@ -222,8 +225,9 @@ class Pipeline:
         ]
         assert self._plan.schedule is not None
         schedule = schedule_of(self._plan.schedule, stages, microbatches=in_flight)
-        self._ready = recording, schedule
-        return schedule
+        sent = let_go_of_sent(schedule, stages)
+        self._ready = recording, schedule, sent
+        return schedule, sent
 
     def _stages(self, recording: Recording) -> list[Stage]:
         stages = []

@@ -16,6 +16,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _backward as halves
 from torch.distributed.pipelining import stage as stages
 
+from profiles.torch_compat.sent_messages import SentMessages
+
 _Base: Any = PipelineStage
 
 
@@ -32,6 +34,9 @@ class _Stage(_Base):  # type: ignore[misc]
     live. Here they are not used again but made anew: a gradient may be a view of one.
     """
 
+    stage_index: int
+    sent: SentMessages | None = None
+    """Where set, this sends its messages itself: torch would hold them until the step ends."""
     _arriving: Sequence[Tensor | None] = ()
     _returning: Sequence[Tensor | None] = ()
 
@@ -62,6 +67,27 @@ class _Stage(_Base):  # type: ignore[misc]
         messages: list[dist.P2POp] = super().get_bwd_recv_ops(bwd_chunk_id)
         return messages
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        messages: list[dist.P2POp] = super().get_fwd_send_ops(fwd_chunk_id)
+        return self._unsent(messages, fwd_chunk_id, is_forward=True)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        messages: list[dist.P2POp] = super().get_bwd_send_ops(bwd_chunk_id)
+        return self._unsent(messages, bwd_chunk_id, is_forward=False)
+
+    def _unsent(
+        self, messages: list[dist.P2POp], microbatch: int, *, is_forward: bool
+    ) -> list[dist.P2POp]:
+        if self.sent is None:
+            return messages
+        self.sent.send(messages, self.stage_index, microbatch, is_forward=is_forward)
+        return []
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self.sent is not None:
+            self.sent.arrived(self.stage_index, fwd_chunk_id, is_forward=True)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
@@ -84,6 +110,8 @@ class _Stage(_Base):  # type: ignore[misc]
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
+        if self.sent is not None:
+            self.sent.arrived(self.stage_index, bwd_chunk_id, is_forward=False)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._drop_buffers(bwd_chunk_id)
