@@ -1,4 +1,4 @@
-"""What a capture saves for a backward is let go of with it."""
+"""Tensors that a capture saves for a backward are let go of with it."""
 
 from __future__ import annotations
 
