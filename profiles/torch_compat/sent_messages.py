@@ -15,8 +15,8 @@ _BACKWARDS = frozenset({schedules.FULL_BACKWARD, schedules.BACKWARD_INPUT})
 class SentMessages:
     """Messages of a rank of a schedule of several stages in a step, until they have left.
 
-    torch waits for all of it when the step is over, and gloo holds the memory of a message until
-    somebody waits for it. Here a rank waits as soon as it cannot take time: a peer that has sent
+    torch waits for all of it (since 2.15: for all gradients) when the step is over, and gloo holds
+    the memory of a message until somebody waits for it. Here a rank waits as soon as it cannot take time: a peer that has sent
     something is through with all that came before that in its order.
 
     Args:
