@@ -16,8 +16,8 @@ class SentMessages:
     """Messages of a rank of a schedule of several stages in a step, until they have left.
 
     torch waits for all of it (since 2.15: for all gradients) when the step is over, and gloo holds
-    the memory of a message until somebody waits for it. Here a rank waits as soon as it cannot take time: a peer that has sent
-    something is through with all that came before that in its order.
+    the memory of a message until somebody waits for it. Here a rank waits as soon as it cannot take
+    time: a peer that has sent something is through with all that came before that in its order.
 
     Args:
         orders: what each rank of the schedule does, in order.
