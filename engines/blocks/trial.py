@@ -21,6 +21,7 @@ from engines.blocks.wrap import wrap_forward
 from profiles.capture.batch.call import Batch, LossFn, call_model
 from profiles.capture.batch.tree import map_batch
 from profiles.capture.fakes.tensors import stand_ins
+from profiles.capture.traces.saved_tensors import SavedTensors
 from profiles.model.profile import ModelProfile
 from profiles.torch_compat import is_batch_norm, tensors_in, version_of
 
@@ -59,6 +60,7 @@ def run_twice(
     unlike: list[str] = []
     drew: list[str] = []
     seconds: list[Callable[[], None]] = []
+    sums = _SavedSums()
     with torch.inference_mode(False), torch.enable_grad(), stand_ins([model], copies=True) as fakes:
         for module in model.modules():
             module.training &= not is_batch_norm(module)
@@ -66,6 +68,7 @@ def run_twice(
             run = functools.partial(
                 _first,
                 compiled,
+                sums,
                 seconds,
                 functools.partial(unlike.append, unit.name),
                 functools.partial(drew.append, unit.name),
@@ -81,11 +84,14 @@ def run_twice(
                 second()
         except Exception:  # of the user's code: the training says so
             return BlockTrial()
+        finally:
+            sums.release()
     return BlockTrial(unlike[-1] if unlike else "", bool(drew))
 
 
 def _first(
     compiled: bool,
+    sums: _SavedSums,
     seconds: list[Callable[[], None]],
     note: Callable[[], object],
     note_draws: Callable[[], object],
@@ -99,7 +105,7 @@ def _first(
     tensors, versions = given.tensors, list(map(version_of, given.tensors))
     state = ForwardState(list(block.modules()), given=given.others)
     drawn_from = torch.get_rng_state()
-    with state.first(), _saved_sums() as saved:
+    with state.first(), sums.noted() as saved:
         output = given.call(forward)
     if state.has_drawn:
         note_draws()
@@ -111,7 +117,7 @@ def _first(
             return
         torch.set_rng_state(drawn_from)
         try:
-            with contextlib.nullcontext() if compiled else state.second(), _saved_sums() as again:
+            with contextlib.nullcontext() if compiled else state.second(), sums.noted() as again:
                 made = forward(*args, **kwargs) if compiled else given.call(forward, *tensors)
         except Exception:  # where the first run raised none
             note()
@@ -132,23 +138,32 @@ class _Sums(NamedTuple):
     absolute: float
 
 
-@contextlib.contextmanager
-def _saved_sums() -> Iterator[list[_Sums]]:
-    """Note what the backward reads: a norm's output is that of an input of any scale, for example,
+class _SavedSums:
+    """Notes what the backward reads: a norm's output is that of an input of any scale, for example,
     its gradient is not. The tensors themselves would be the memory that recompute saves."""
-    sums: list[_Sums] = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def __init__(self) -> None:
+        self._sums: list[_Sums] = []
+        self._saved = SavedTensors(self._note)
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[list[_Sums]]:
+        """Inside, what autograd saves goes to a list of its own."""
+        sums: list[_Sums] = []
+        self._sums = sums
+        with self._saved.hooks():
+            yield sums
+
+    def release(self) -> None:
+        """Let go of the graphs: none of them has a backward."""
+        self._saved.release()
+
+    def _note(self, tensor: Tensor) -> None:
         is_parameter = tensor.is_leaf and tensor.requires_grad
         if not is_parameter and (tensor.is_floating_point() or tensor.is_complex()):
             values = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
             plain, absolute = values.sum(dtype=torch.float64), values.abs().sum(dtype=torch.float64)
-            sums.append(_Sums(float(plain), float(absolute)))
-        # A node that saves its own output would hold itself: nobody would free either.
-        return tensor if tensor.is_leaf else tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sums
+            self._sums.append(_Sums(float(plain), float(absolute)))
 
 
 def _is_close(one: _Sums, other: _Sums) -> bool:

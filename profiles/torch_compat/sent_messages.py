@@ -62,9 +62,6 @@ class SentMessages:
         """Wait for all that is still on its way."""
         for pending in self._pending.values():
             _wait([works for _, works in pending])
-        self.clear()
-
-    def clear(self) -> None:
         self._pending.clear()
 
 
