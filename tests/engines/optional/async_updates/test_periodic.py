@@ -108,9 +108,12 @@ def _traffic(plan: str, steps: int) -> tuple[int, int, float, int]:
     batch = local_rows(parallel, GPT.batch(8), 8)
     for _ in range(parallel.plan.sync_every):  # DDP makes its buckets anew after the first
         parallel.train_step(batch)
+    dist.barrier()  # nothing of the steps before is still on its way
     before = counts()
+    dist.barrier()  # and nothing of those after has come yet
     for _ in range(steps):
         parallel.train_step(batch)
+    dist.barrier()
     moved = sum(since(before))
     dist.barrier()  # a rank that is done closes the connections whose counts the other one reads
     report = parallel.update_report

@@ -8,8 +8,9 @@ import socket
 import struct
 from collections.abc import Iterator
 
-# Offsets of tcpi_bytes_received and tcpi_bytes_sent in include/uapi/linux/tcp.h.
-_RECEIVED, _SENT = 128, 200
+# Offsets in include/uapi/linux/tcp.h of tcpi_bytes_received, tcpi_bytes_sent (which counts what
+# was sent twice on a busy machine) and tcpi_bytes_retrans.
+_RECEIVED, _SENT, _SENT_AGAIN = 128, 200, 208
 
 Counts = dict[str, tuple[int, int]]
 """By connection: bytes sent and received since it was made."""
@@ -20,8 +21,10 @@ def counts() -> Counts:
     results = {}
     for name, connection in _connections():
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        (sent,), (received,) = (struct.unpack_from("Q", info, at) for at in (_SENT, _RECEIVED))
-        results[name] = sent, received
+        sent, again, received = (
+            struct.unpack_from("Q", info, at)[0] for at in (_SENT, _SENT_AGAIN, _RECEIVED)
+        )
+        results[name] = sent - again, received
     return results
 
 
