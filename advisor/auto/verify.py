@@ -10,7 +10,6 @@ the others. The learning rate makes the first update small, so that both stay on
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -40,6 +39,7 @@ from profiles.machine.host import machine_memory_bytes
 from profiles.machine.probe import probe
 from profiles.model.profile import ModelProfile, Numerics
 from profiles.torch_compat import map_tensors
+from profiles.torch_compat.module_copy import copy_module
 from profiles.units import format_gib
 
 STEPS = 3
@@ -123,7 +123,7 @@ def verify(request: VerifyRequest) -> Verified | None:
     module = _materialised(loaded.module).to(world.device)
     batch = map_batch(lambda tensor: tensor.to(world.device), _drawn(loaded.sample, module))
     _require_memory(module, world)
-    reference = copy.deepcopy(module) if world.rank == 0 else None
+    reference = copy_module(module) if world.rank == 0 else None
     draws = reference is not None and _draws(reference, loaded, batch)
     draws = texts_of_ranks("draws of the model", str(int(draws)), world)[0] == "1"
     rows = batch_size(batch)
@@ -162,7 +162,7 @@ def verify(request: VerifyRequest) -> Verified | None:
         device=world.device,
     )
     tolerance = TOLERANCES[getattr(torch, plan.precision.product_dtype)]
-    again = copy.deepcopy(reference) if plan.data_degree * plan.forwards > 1 else None
+    again = copy_module(reference) if plan.data_degree * plan.forwards > 1 else None
     result = _compared(got, run(reference, [batch]), plan, rows, tolerance)
     if not result.is_equal and again is not None:
         pieces = _microbatches(batch, rows, plan)
@@ -298,7 +298,7 @@ def _whole_batch(profile: ModelProfile) -> str:
 
 def _draws(module: nn.Module, loaded: LoadedModel, batch: Batch) -> bool:
     """True if two forwards with different seeds have different losses."""
-    own, losses = copy.deepcopy(module).train(), []
+    own, losses = copy_module(module).train(), []
     states = torch.get_rng_state()
     with torch.no_grad():
         for seed in (1, 2):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +9,7 @@ from engines.context.input_sharding import IGNORED, has_tokens, length_of
 from profiles.capture.batch.call import Batch
 from profiles.capture.batch.rows import batch_size, split_rows
 from profiles.capture.batch.tree import map_batch
+from profiles.torch_compat.module_copy import copy_module
 
 SEED = 20
 LARGE = 2**26  # parameters from which on layers of the copy share their numbers
@@ -70,7 +69,7 @@ def copied(model: nn.Module) -> nn.Module:
     for tensor in memo.values():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             tensor.data = tensor.data.float()
-    return copy.deepcopy(model, memo).eval()
+    return copy_module(model, memo).eval()
 
 
 def _moved(buffer: Tensor, generator: torch.Generator) -> Tensor:

@@ -3,7 +3,6 @@ them is then filled tensor by tensor."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import inspect
@@ -27,6 +26,7 @@ from engines.state.weights import (
 )
 from profiles.errors import ModelError
 from profiles.torch_compat import version_of
+from profiles.torch_compat.module_copy import copy_module
 
 CPU = torch.device("cpu")
 Place = Callable[[str, Tensor], PlacedTensor]
@@ -313,7 +313,7 @@ def _on_meta(model: nn.Module) -> nn.Module:
             empty = torch.empty_like(tensor, device="meta")
             is_parameter = isinstance(tensor, nn.Parameter)
             known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, known)
+    return copy_module(model, known)
 
 
 def _has_nan(tensor: Tensor) -> bool:

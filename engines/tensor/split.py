@@ -122,9 +122,14 @@ def split(
 def _keep_slice(parameter: nn.Parameter, cut: Slice, collectives: Collectives) -> None:
     part = cut.part(parameter.detach(), rank=collectives.rank, size=collectives.size)
     if parameter.numel() > 1 and not any(parameter.stride()):  # of another stage: shape alone
-        parameter.data = parameter.data[(0,) * parameter.dim()].expand(part.shape)
+        part = parameter.data[(0,) * parameter.dim()].expand(part.shape)
     else:
-        parameter.data = part.clone(memory_format=torch.contiguous_format)
+        part = part.clone(memory_format=torch.contiguous_format)
+    # While the graph of an earlier forward lives, its node that adds up gradients does too, which
+    # wants those of the whole shape. Torch makes another one where the dtype changes.
+    other = torch.float32 if part.dtype is torch.float16 else torch.float16
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = part
 
 
 def _above(paths: Iterable[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from profiles.torch_compat import (
     tensors_in,
     version_of,
 )
+from profiles.torch_compat.module_copy import copy_module
 
 SEED = 20
 LARGE = 2**26  # parameters from which on a copy in float64 would be felt in memory
@@ -76,7 +76,7 @@ class UnitCopy:
             id(parameter): nn.Parameter(self.values[name])
             for name, parameter in self.unit.named_parameters()
         }
-        return copy.deepcopy(self.unit, memo)
+        return copy_module(self.unit, memo)
 
     def call(self, unit: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
         """Call `unit`: the tensors of its output that are used, and those that it leaves for
@@ -234,5 +234,5 @@ def _made_up(
     floats = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
     if floats:
         floats[0].requires_grad_()  # its main input, also in a frozen model
-    unit = copy.deepcopy(original, memo).eval()
+    unit = copy_module(original, memo).eval()
     return UnitCopy(paths, unit, args, kwargs, call.used, values, code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from profiles.capture.calls import CallSpec, inputs_of
 from profiles.model.profile import Numerics
 from profiles.provenance import Timing
 from profiles.torch_compat import tensors_in
+from profiles.torch_compat.module_copy import copy_module
 
 # The first runs allocate, choose kernels and warm caches.
 WARM_UP = 2
@@ -64,7 +64,7 @@ def time_unit(
 def _on(module: nn.Module, device: torch.device, numerics: Numerics) -> nn.Module:
     """A copy of its own on the device; parameters without values get small random ones."""
     is_meta = any(t.is_meta for t in (*module.parameters(), *module.buffers()))
-    made = copy.deepcopy(module)
+    made = copy_module(module)
     made = made.to_empty(device=device) if is_meta else made.to(device)
     with torch.no_grad():
         for tensor in (*made.parameters(), *made.buffers()) if is_meta else ():
