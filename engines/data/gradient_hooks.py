@@ -38,7 +38,7 @@ class HookTrial(NamedTuple):
 def tried_hooks(model: nn.Module, plan: Plan) -> HookTrial:
     """Run the hooks on gradients that are made up; only where the plan cuts a batch."""
     trial = HookTrial()
-    if plan.data_degree * plan.forwards == 1:
+    if _parts(plan) == 1:
         return trial
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or parameter.is_meta or not has_gradient_hooks(parameter):
@@ -81,8 +81,13 @@ def require_hooks_of_parts(trial: HookTrial, plan: Plan, *, warns: bool) -> None
             " between the backward and the step, or by `max_grad_norm=`; tp leaves a batch in one"
             " piece",
             trial.bent_by_hook,
-            plan.data_degree * plan.forwards,
+            _parts(plan),
         )
+
+
+def _parts(plan: Plan) -> int:
+    """Parts of a global batch: rows of replicas, microbatches, tokens of ranks that share them."""
+    return plan.data_degree * plan.forwards * plan.cp
 
 
 class _SteppedError(Exception):

@@ -92,6 +92,12 @@ def test_a_trial_of_hooks_leaves_parameters_as_they_are() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_ranks_that_share_the_tokens_of_a_sample_have_parts_of_its_gradient() -> None:
+    model = hooked(BENT["bound on elements"])
+    assert tried_hooks(model, Plan.parse("cp=2")).bent_by_hook == "weight"
+    assert not tried_hooks(model, Plan.parse("tp=2")).bent_by_hook
+
+
 def batch(rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
