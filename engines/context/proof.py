@@ -118,8 +118,8 @@ def prove(model: nn.Module, sample: Batch, loss_fn: LossFn | None, *, size: int)
                 why_not = str(difference)
             except AdvisorError as error:
                 why_not = error.what
-            except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
-                why_not = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            except Exception as error:  # of the user's code, which may assert a length say
+                why_not = summary(error)
     raise PlanError(
         f"the model over a part of the tokens is not what it is over all of them: {why_not}",
         where=f"cp={size}, attention calls seen: {len(whole.calls)}",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.capture.fakes.tensors import preserved_random_state
+from profiles.capture.frames import summary
 from profiles.capture.module.experts import experts_of
 from profiles.errors import PlanError, a_type
 from profiles.torch_compat import tensors_in, version_of
@@ -80,8 +81,8 @@ def _why_not(module: nn.Module, size: int) -> str:
         before = _tensors_of(module, state)
         try:
             whole = torch.func.functional_call(module, state, (hidden, spread, weights))
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            why_not = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        except Exception as error:  # of the user's code
+            why_not = summary(error)
             continue
         if not isinstance(whole, Tensor) or whole.shape != hidden.shape:
             why_not = "it does not return tokens"
@@ -114,8 +115,8 @@ def _difference(
         whole = torch.func.functional_call(module, dict(state), (hidden, chosen, weights))
         for rank in range(size):
             added += _part(module, state, hidden, chosen, weights, rank=rank, size=size)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # of the user's code
+        return summary(error)
     bound = TOLERANCE if whole.dtype is torch.float32 else 0.05  # of half precision
     is_equal = (added - whole).abs().max() <= bound * whole.abs().max()
     return "" if is_equal else "their parts do not add up to the whole"

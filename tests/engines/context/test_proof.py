@@ -45,6 +45,14 @@ def sliding_window() -> nn.Module:
     return transformers.MistralForCausalLM(config)
 
 
+class Asserting(TinyGPT):
+    """Its author wants no shorter sequences."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert ids.shape[1] >= 8, "too short"
+        return super().forward(ids)
+
+
 class AveragingLater(TinyGPT):
     """The same, in a share that is zero at first; training code lets it grow."""
 
@@ -62,6 +70,7 @@ class AveragingLater(TinyGPT):
     [
         (Averaging, "an output differs"),
         (AveragingLater, "an output differs"),
+        (Asserting, "AssertionError: too short"),
         (ByHand, "attention calls seen: 0"),
         (lambda: CASES["lstm"].build(), "set cp=1"),
     ],
