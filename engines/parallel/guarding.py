@@ -30,6 +30,7 @@ from engines.runtime.world import World, rank_error_context
 from engines.state.layout import Layout
 from engines.state.learning_parameters import LearningParameters
 from engines.state.optimizer_settings import EqualSettings
+from engines.state.own_reads import OwnReads
 from engines.state.own_writes import OwnWrites
 from engines.tensor.own_hooks import OwnHooks
 from engines.tensor.split import TensorSplit
@@ -64,6 +65,7 @@ class GuardingMixin:
     _learning: LearningParameters
     _named: Sequence[tuple[str, nn.Parameter]]
     _own_hooks: OwnHooks
+    _own_reads: OwnReads
     _own_writes: OwnWrites
     _profile: ModelProfile
     _rng: SharedRng
@@ -99,6 +101,7 @@ class GuardingMixin:
             weakref.finalize(self, handle.remove)
         warns = self._job.rank == 0 and self.plan.updates_in_step
         self._own_writes = OwnWrites(self._named, self._layout, warns=warns)
+        self._own_reads = OwnReads(self._named, self._layout, warns=warns)
         styles = {} if self._split is None else self._split.styles
         has_parts = bool(styles) or self.plan.cp > 1
         self._own_hooks = OwnHooks(
@@ -106,6 +109,7 @@ class GuardingMixin:
         )
 
     def _before_update(self, *_: object) -> None:
+        self._own_reads.end()
         self._finish_pending()
         if self._is_due:
             self._own_hooks.warn()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -18,6 +18,7 @@ from engines.plan import Plan
 from engines.runtime.mesh import Mesh
 from engines.runtime.world import World, rank_error_context, sum_over_ranks
 from engines.state.layout import LayerSplit, Layout
+from engines.state.own_reads import OwnReads
 from engines.state.own_writes import OwnWrites
 from profiles.errors import InputError, ModelError, PlanError
 from profiles.model.profile import ModelProfile
@@ -42,6 +43,7 @@ class InteropMixin(nn.Module):
     _is_unchecked: bool
     _layout: Layout
     _mesh: Mesh
+    _own_reads: OwnReads
     _own_writes: OwnWrites
     _profile: ModelProfile
     _split: LayerSplit | None
@@ -185,12 +187,20 @@ class InteropMixin(nn.Module):
             if isinstance(self.module, FSDPModule) and not before:
                 prepare_backward(self.module, self.plan, last=True)
 
+    def _await_backward(self, outputs: Iterable[Tensor]) -> None:
+        """A backward leaves gradients to settle; a forward alone changes none."""
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(self._mark_pending)
+                self._own_reads.begin()
+
     def _mark_pending(self, _: Tensor) -> None:
         """Note that a backward of a classic loop has left gradients.
 
         Raises:
             ModelError: it builds a graph of its own, over parameters that ZeRO frees before that.
         """
+        self._own_reads.end()
         if torch.is_grad_enabled() and isinstance(self.module, FSDPModule):
             raise ModelError(
                 "a gradient is to be differentiated again (`create_graph=True`): its graph holds"

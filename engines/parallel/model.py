@@ -237,14 +237,12 @@ class ParallelModel(  # type: ignore[misc]  # state_dict
 
         context, (args, kwargs) = self._context, self._cutter.copies.here((args, kwargs))
         output = context.forward(whole, args, kwargs) if context else whole(*args, **kwargs)
-        for tensor in every_tensor_in(output):
-            if tensor.requires_grad:
-                # A backward leaves gradients to settle; a forward alone changes none.
-                tensor.register_hook(self._mark_pending)
+        self._await_backward(every_tensor_in(output))
         return output
 
     def _run_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a loss that is computed here: logits may stay sharded, or unmade."""
+        self._own_reads.end()
         try:
             with (
                 reducible_forward(),

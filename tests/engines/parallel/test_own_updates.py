@@ -218,6 +218,51 @@ def test_a_norm_of_a_part_that_changes_gradients_is_warned_of_once(pool: Pool, d
     assert scaled.startswith("`stack.blocks.0.q.weight`, (32, 32), has a gradient that was changed")
 
 
+def _penalty_warnings(plan: str, reads: str) -> list[str]:
+    """Warnings of a loop with a plain loss, with the norm of a parameter in the loss, twice, and
+    what the classes of the parameters are after each step."""
+    _, parallel = spread(Case(Normed, _batch), plan, rows=ROWS)
+    inputs, target = local_rows(parallel, _batch(ROWS), ROWS)
+    read = parallel.module.get_parameter(reads)
+
+    def step(penalty: float) -> None:
+        loss = F.cross_entropy(parallel(inputs), target)
+        with torch.no_grad():
+            read.norm()  # for a log
+        if penalty:
+            loss = loss + penalty * read.norm()
+        loss.backward()
+        assert type(read) is nn.Parameter
+        parallel.optimizer.step()
+        parallel.optimizer.zero_grad()
+
+    said = []
+    for penalty in (0.0, 0.1, 0.1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(penalty)
+        said.append("; ".join(str(warning.message) for warning in caught))
+    return said
+
+
+@pytest.mark.dist
+def test_a_loss_that_reads_a_part_is_warned_of_once(pool: Pool) -> None:
+    first, second = pool.run(_penalty_warnings, PLAN, "stack.blocks.0.q.weight", world_size=2)
+    plain, normed, again = first
+    assert (plain, again) == ("", "")
+    assert normed.startswith("the loss reads `stack.blocks.0.q.weight`, (32, 32), of which a rank")
+    assert second == [""] * 3
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("plan", "reads"), [(PLAN, "head.weight"), ("dp_replicate=2", "stack.blocks.0.q.weight")]
+)
+def test_a_loss_reads_whole_parameters_without_a_word(pool: Pool, plan: str, reads: str) -> None:
+    for said in pool.run(_penalty_warnings, plan, reads, world_size=2):
+        assert said == [""] * 3
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("plan", ["dp_shard=2", "dp_replicate=2"])
 def test_norms_of_whole_parameters_and_of_shards_are_right_without_a_word(
