@@ -24,11 +24,20 @@ def note_spread(model: nn.Module, plan: Plan) -> None:
 
 
 def require_plain(model: nn.Module) -> None:
-    """Require a model of which no part is under a plan.
+    """Require a model that autograd knows, and of which no part is under a plan.
 
     Raises:
-        ModelError: one is, and which.
+        ModelError: one is, and which; or a parameter was made in inference mode.
     """
+    inferred = next((n for n, p in model.named_parameters() if _is_for_inference(p)), None)
+    if inferred is not None:
+        raise ModelError(
+            f"`{inferred}` was made in inference mode: no backward can save it",
+            hints=[
+                "build the model outside of `torch.inference_mode()`; `load_state_dict` takes the"
+                " values of one that was built inside",
+            ],
+        )
     parts = model.named_modules()
     name = next((n for n, part in parts if isinstance(part, _WRAPPED) or part in _spread), None)
     if name is None and not any(isinstance(p, DTensor) for p in model.parameters()):
@@ -46,3 +55,7 @@ def require_plain(model: nn.Module) -> None:
             "or build it anew, and apply the plan to the plain module",
         ],
     )
+
+
+def _is_for_inference(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.is_inference()

@@ -134,19 +134,6 @@ def require_module(model: object) -> None:
             f"`{lazy}` is lazy and not initialised: its shape is not known yet",
             hints=["run the model once on a batch before it is looked at"],
         )
-    inferred = next((n for n, p in model.named_parameters() if _is_for_inference(p)), None)
-    if inferred is not None:
-        raise ModelError(
-            f"`{inferred}` was made in inference mode: no backward can save it",
-            hints=[
-                "build the model outside of `torch.inference_mode()`; `load_state_dict` takes the"
-                " values of one that was built inside",
-            ],
-        )
-
-
-def _is_for_inference(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.is_inference()
 
 
 def _remote_modules(module: nn.Module, prefix: str = "") -> Iterator[str]:

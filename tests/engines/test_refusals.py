@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.apply import apply_plan
+from engines.apply import apply_plan, require_plain
 from engines.plan import Plan
 from profiles.errors import InputError, ModelError, PlanError, RankError
 from profiles.model.profile import ModelProfile
@@ -87,6 +87,16 @@ def test_a_model_that_is_parallel_already_is_refused(pool: Pool, plan: str) -> N
         assert wrapper == "the model is parallel already (a ParallelModel)"
         kind = "FSDPTinyGPT" if "shard" in plan else "DistributedDataParallel"
         assert module == f"the model is parallel already (a {kind})"
+
+
+def test_a_model_made_in_inference_mode_is_refused_and_its_values_are_not() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(4, 4)
+    with pytest.raises(ModelError, match=r"`weight` was made in inference mode"):
+        require_plain(model)
+    anew = nn.Linear(4, 4)
+    anew.load_state_dict(model.state_dict())
+    require_plain(anew)
 
 
 class Slicing(nn.Module):

@@ -56,16 +56,6 @@ def test_lazy_parameters_are_named() -> None:
         capture(nn.Sequential(nn.LazyLinear(4)), torch.randn(2, 4))
 
 
-def test_parameters_made_in_inference_mode_are_named() -> None:
-    with torch.inference_mode():
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ModelError, match=r"`0.weight` was made in inference mode"):
-        capture(model, torch.randn(2, 4))
-    anew = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    anew.load_state_dict(model.state_dict())
-    assert capture(anew, torch.randn(2, 4)).parameters == 40
-
-
 def test_an_object_that_is_no_module_is_named() -> None:
     with pytest.raises(ModelError, match=r"this is a function"):
         capture(F.relu, torch.randn(2, 4))  # type: ignore[arg-type]
