@@ -101,7 +101,7 @@ nightly: $(STAMP)
 	echo "== tests took $$((SECONDS - start)) s"
 
 timed: $(STAMP)
-	@echo "== tests that compare clocks: about 4 minutes on 2 cores that do nothing else"
+	@echo "== tests that compare clocks: about 10 minutes on 2 cores that do nothing else"
 	@start=$$SECONDS; $(BIN)/python -m pytest -m timed; echo "== tests took $$((SECONDS - start)) s"
 
 # The newest that pyproject.toml allows; private names of torch change from one to the next.
