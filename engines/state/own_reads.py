@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,6 @@ class OwnReads:
         self._names = {id(own): name for name, own in parts if type(own) is nn.Parameter}
         self._parts = [own for _, own in parts if id(own) in self._names]
         self._layout = layout
-        self._kind = _watched(self._warn)
         self._is_on = False
 
     def begin(self) -> None:
@@ -46,11 +46,15 @@ class OwnReads:
     def _set(self, *, is_on: bool) -> None:
         if is_on != self._is_on:
             self._is_on = is_on
+            (_watching.add if is_on else _watching.discard)(self)
             for own in self._parts:
-                own.__class__ = self._kind if is_on else nn.Parameter
+                own.__class__ = _Watched if is_on else nn.Parameter
 
-    def _warn(self, arguments: object) -> None:
-        name = next(name for t in tensors_in(arguments) if (name := self._names.get(id(t))))
+    def note(self, arguments: object) -> None:
+        """Warn if a parameter of this model is among the arguments of an operation."""
+        name = next((n for t in tensors_in(arguments) if (n := self._names.get(id(t)))), None)
+        if name is None:
+            return
         self.end()
         self._parts = []
         shape, axis = tuple(self._layout.shape(name) or ()), self._layout.cut_along(name)
@@ -59,31 +63,32 @@ class OwnReads:
             f" {axis} axis. A norm or a mean of it is that of the part, and so is its gradient."
             " Give the whole loss as `loss_fn`, and call `train_step`: layers that it reads stay"
             " whole",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
-def _watched(warn: Callable[[object], None]) -> type[nn.Parameter]:
+_watching: weakref.WeakSet[OwnReads] = weakref.WeakSet()
+
+
+class _Watched(nn.Parameter):
     """The class of parameters while they are watched."""
 
-    class Parameter(nn.Parameter):
-        @classmethod
-        def __torch_function__(
-            cls,
-            func: Callable[..., Any],
-            types: Sequence[type],
-            args: Sequence[Any] = (),
-            kwargs: Mapping[str, Any] | None = None,
-        ) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **(kwargs or {}))
-            if any(made.grad_fn is not None for made in tensors_in(result)):
-                warn((args, kwargs))
-            return result
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if any(made.grad_fn is not None for made in tensors_in(result)):
+            for reads in list(_watching):
+                reads.note((args, kwargs))
+        return result
 
-        def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-            if id(self) not in memo:
-                memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-            return memo[id(self)]  # type: ignore[no-any-return]
-
-    return Parameter
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from profiles.errors import ModelError, a_type
 from profiles.torch_compat import Tree, map_leaves
+from profiles.torch_compat.module_copy import TensorCopies
 
 
 def copy_tree(tree: Tree, of: Callable[[Tensor], Tensor]) -> Tree:
@@ -36,16 +36,12 @@ def copy_tree(tree: Tree, of: Callable[[Tensor], Tensor]) -> Tree:
     return map_leaves(leaf, tree)
 
 
-class _Replacing(TorchFunctionMode):
-    """A deep copy has `of(tensor)` in place of a tensor.
+class _Replacing(TensorCopies):
+    """A deep copy has `of(tensor)` in place of every tensor.
 
     Without it results of operations, which a cache holds, are refused, and copies of fake tensors
     outside of their mode crash the process.
     """
-
-    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._of = of
 
     def __torch_function__(
         self,
@@ -54,11 +50,7 @@ class _Replacing(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        if func is not Tensor.__deepcopy__:
-            if any(isinstance(value, Tensor) for value in args):  # a parameter copies itself so
-                raise TypeError("it holds tensors that are copied in a way of their own")
-            return func(*args, **(kwargs or {}))
-        tensor, copies = args
-        if id(tensor) not in copies:
-            copies[id(tensor)] = self._of(tensor)
-        return copies[id(tensor)]
+        is_own_way = func is not Tensor.__deepcopy__  # a parameter copies itself so
+        if is_own_way and any(isinstance(value, Tensor) for value in args):
+            raise TypeError("it holds tensors that are copied in a way of their own")
+        return super().__torch_function__(func, types, args, kwargs)

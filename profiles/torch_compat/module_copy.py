@@ -1,4 +1,4 @@
-"""Deep copies of modules that hold results of operations."""
+"""Deep copies of what holds tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,30 @@ from torch.overrides import TorchFunctionMode
 Module = TypeVar("Module", bound=nn.Module)
 
 
+class TensorCopies(TorchFunctionMode):
+    """A deep copy has `of(tensor)` in place of a tensor; where that is None, torch's own copy."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        if func is Tensor.__deepcopy__:
+            tensor, copies = args
+            made = copies.get(id(tensor))
+            made = self._of(tensor) if made is None else made
+            if made is not None:
+                copies[id(tensor)] = made
+                return made
+        return func(*args, **(kwargs or {}))
+
+
 def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
     """A deep copy, with results of operations detached.
 
@@ -21,21 +45,5 @@ def copy_module(module: Module, memo: dict[int, Any] | None = None) -> Module:
     Args:
         memo: copies by the `id` of what they are of, as for `copy.deepcopy`.
     """
-    with _Detaching():
+    with TensorCopies(lambda tensor: None if tensor.is_leaf else tensor.detach().clone()):
         return copy.deepcopy(module, {} if memo is None else memo)
-
-
-class _Detaching(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, copies = args
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.detach().clone()
-            return copies[id(tensor)]
-        return func(*args, **(kwargs or {}))

@@ -219,8 +219,8 @@ def test_a_norm_of_a_part_that_changes_gradients_is_warned_of_once(pool: Pool, d
 
 
 def _penalty_warnings(plan: str, reads: str) -> list[str]:
-    """Warnings of a loop with a plain loss, with the norm of a parameter in the loss, twice, and
-    what the classes of the parameters are after each step."""
+    """Warnings of a loop with a plain loss, then with the norm of a parameter in the loss, twice;
+    after each backward parameters are plain ones again."""
     _, parallel = spread(Case(Normed, _batch), plan, rows=ROWS)
     inputs, target = local_rows(parallel, _batch(ROWS), ROWS)
     read = parallel.module.get_parameter(reads)
