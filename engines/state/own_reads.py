@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from engines.state.layout import Layout
+from profiles.capture.frames import model_line
 from profiles.torch_compat import tensors_in
+from profiles.torch_compat.shards import without_torch_functions
 
 
 class OwnReads:
@@ -59,10 +60,10 @@ class OwnReads:
         self._parts = []
         shape, axis = tuple(self._layout.shape(name) or ()), self._layout.cut_along(name)
         warnings.warn(
-            f"the loss reads `{name}`, {shape}, of which a rank has a part: it is split over the"
-            f" {axis} axis. A norm or a mean of it is that of the part, and so is its gradient."
-            " Give the whole loss as `loss_fn`, and call `train_step`: layers that it reads stay"
-            " whole",
+            f"the loss reads `{name}`, {shape}, of which a rank has a part ({model_line()}): it is"
+            f" split over the {axis} axis. A norm or a mean of it is that of the part, and so is"
+            " its gradient. Give the whole loss as `loss_fn`, and call `train_step`: layers that"
+            " it reads stay whole",
             stacklevel=3,
         )
 
@@ -81,7 +82,7 @@ class _Watched(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_functions():
             result = func(*args, **(kwargs or {}))
         if any(made.grad_fn is not None for made in tensors_in(result)):
             for reads in list(_watching):

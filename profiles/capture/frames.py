@@ -65,7 +65,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _OURS = [_ROOT / package for package in ("advisor", "engines", "profiles")]
 _PACKAGES = [Path(sysconfig.get_path(key)) for key in ("purelib", "platlib")]
 _NO_MODELS = [folder / name for folder in _PACKAGES for name in ("torch", "numpy")]
-_CALLER = str(_ROOT / "profiles" / "capture" / "batch.py")  # which calls models and losses
+_CALLER = str(_ROOT / "profiles" / "capture" / "batch" / "call.py")  # which calls models and losses
 _PYTHON = Path(sysconfig.get_path("stdlib"))
 
 

@@ -34,7 +34,7 @@ def shard_of(local: Tensor, like: DTensor) -> DTensor:
 
 
 def without_torch_functions() -> Any:
-    """Inside, attributes of tensors of torch's subclasses are read as those of plain ones."""
+    """Inside, tensors of subclasses are used, and their attributes are read, as plain ones."""
     return torch._C.DisableTorchFunctionSubclass()
 
 

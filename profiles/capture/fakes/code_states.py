@@ -349,5 +349,7 @@ def _files(names: Iterable[str]) -> list[ModuleType]:
     return list(files.values())
 
 
-def _is_own(name: str) -> bool:
-    return name.partition(".")[0] not in NOT_OWN
+def _is_own(name: str | None) -> bool:
+    """True for a module of Python that is neither its own, torch's nor ours; None for functions of
+    code that was run without one (`exec`)."""
+    return (name or "").partition(".")[0] not in NOT_OWN

@@ -251,6 +251,7 @@ def test_a_loss_that_reads_a_part_is_warned_of_once(pool: Pool) -> None:
     plain, normed, again = first
     assert (plain, again) == ("", "")
     assert normed.startswith("the loss reads `stack.blocks.0.q.weight`, (32, 32), of which a rank")
+    assert "test_own_updates.py:" in normed
     assert second == [""] * 3
 
 

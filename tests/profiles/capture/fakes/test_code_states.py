@@ -284,3 +284,13 @@ def test_a_generator_that_no_forward_takes_from_may_be_there() -> None:
     model.rows = (number for number in range(3))  # type: ignore[assignment]
     capture(model, torch.ones(2, 4))
     assert next(model.rows) == 0  # type: ignore[call-overload]
+
+
+def test_code_that_was_run_without_a_module_of_python_is_followed() -> None:
+    names: dict[str, Any] = {"calls": []}
+    text = "def loss(output, target):\n    calls.append(1)\n    return output.mean()"
+    exec(text, names)  # noqa: S102
+    assert names["loss"].__module__ is None
+    sample = torch.randn(2, 4), torch.randn(2, 4)
+    assert capture(nn.Linear(4, 4), sample, loss_fn=names["loss"]).parameters == 20
+    assert names["calls"] == []
